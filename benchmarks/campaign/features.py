@@ -163,7 +163,7 @@ def weights(place: Place, account: Account) -> None:
         due = {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
     assembler, found, buckets = Assembler(), dict[str, Tensor](), 0
     for bucket in engine.stream_weights(bucket_bytes=1 << 16):
-        found |= {name: tensor.to("cpu", copy=True) for name, tensor in assembler.take(bucket)}
+        found |= {name: tensor.to("cpu", copy=True) for name, tensor in assembler.unpack(bucket)}
         buckets += 1
     wrong = [name for name, tensor in due.items() if name not in found or not torch.equal(tensor, found[name])]
     account.ran("tensors", {"streamed": len(found), "buckets": buckets}, f"differ: {wrong[:3]}" if wrong else "")

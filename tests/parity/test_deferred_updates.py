@@ -64,7 +64,7 @@ def due(engine):
 def logged(engine):
     """What an engine does inside: updates, forwards of modules with units, records asked for, gradients."""
     log, names = [], {id(p): unit.name for unit in engine.units for p in unit.weights.params}
-    update, ahead, take = RecordUpdates._update_bucket, TieredRecords.ahead, Reductions.take
+    update, ahead, receive = RecordUpdates._update_bucket, TieredRecords.ahead, Reductions.receive
 
     def updated(self, portion, weights):
         update(self, portion, weights)
@@ -74,8 +74,8 @@ def logged(engine):
         log.append(("asked for", index))
         ahead(self, index)
 
-    def took(self, unit, index, grad):
-        take(self, unit, index, grad)
+    def received(self, unit, index, grad):
+        receive(self, unit, index, grad)
         log.append(("gradient", unit.name))
 
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def logged(engine):
             stack.callback(hook.remove)
         stack.enter_context(mock.patch.object(RecordUpdates, "_update_bucket", updated))
         stack.enter_context(mock.patch.object(TieredRecords, "ahead", asked))
-        stack.enter_context(mock.patch.object(Reductions, "take", took))
+        stack.enter_context(mock.patch.object(Reductions, "receive", received))
         yield log
 
 

@@ -790,8 +790,8 @@ def test_a_flash_kernel_stands_in_where_it_computes_what_the_model_does(monkeypa
     decoder = tiny(given["name"], **given["sizes"]).to(given["dtype"]).model
     fallback, refused = Fallback(decoder, torch.device("cuda"), False), MaskTooLarge("too large")
     assert fallback.flash == kernel
-    assert fallback.take(refused, documents=True) == (kernel or FLEX)
-    assert fallback.take(refused, documents=False) == FLEX
+    assert fallback.choose(refused, documents=True) == (kernel or FLEX)
+    assert fallback.choose(refused, documents=False) == FLEX
     assert fallback.describe(4000) == f"{f'{kernel} or ' if kernel else ''}{FLEX} beyond 4,000 B"
 
 

@@ -151,7 +151,7 @@ def test_two_late_gradients_of_a_narrow_dtype_widen_for_all_steps_to_come(stage)
         engine(x.clone().requires_grad_()).float().square().mean().backward()
         assert engine.step().applied
         assert [(e.planned, e.category) for e in engine.memory if e.planned not in (None, e.measured)] == []
-    assert engine.units[0].gradients.accumulates
+    assert not engine.units[0].gradients.plan.shard
     with engine.full_params():
         moved = {n: p.detach().float() for n, p in engine.module.named_parameters()}
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -301,10 +301,10 @@ def unit_with_copies(reduce, slow=None, device=None):
     return Gradients("unit", layout, setting), copies, arena
 
 
-def reduce_ones(gradients, times, indices=(0, 1)):
+def reduce_ones(gradients, times, indices=(0, 1), device=None):
     """A backward whose gradients are so many times one, of these parameters."""
     for index in indices:
-        gradients.take(index, torch.full((2,), float(times), device=gradients.across.device))
+        gradients.hold(index, torch.full((2,), float(times), device=device))
     gradients.land()
     gradients.fill_up()
     gradients.reduce(single=True)
@@ -321,10 +321,10 @@ def sums_behind(reduce, on_device=False):
     gradients, _, arena = unit_with_copies(reduce, device=device)
     found = []
     for _ in range(2):
-        reduce_ones(gradients, 1)
+        reduce_ones(gradients, 1, device=device)
         first = gradients.sum_copies(0)
-        reduce_ones(gradients, 10)
-        reduce_ones(gradients, 100, [1])
+        reduce_ones(gradients, 10, device=device)
+        reduce_ones(gradients, 100, [1], device)
         first.wait()
         assert gradients.differs_on_copies
         gradients.sum_copies(0).wait()
@@ -354,7 +354,7 @@ def test_a_step_that_is_dropped_beside_late_gradients_leaves_nothing(reduce):
     reduce_ones(gradients, 1)
     gradients.sum_copies(0).wait()
     reduce_ones(gradients, 10)
-    gradients.take(0, torch.ones(2))
+    gradients.hold(0, torch.ones(2))
     gradients.reset()
     assert arena.live("bucket") == 0
     reduce_ones(gradients, 3)
@@ -397,9 +397,9 @@ def test_a_unit_that_takes_its_turn_beside_late_gradients_keeps_them():
     gradients = Gradients("unit", UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 2), setting)
     reduce_ones(gradients, 1)
     for _ in range(2):
-        gradients.take(1, torch.ones(2))
+        gradients.hold(1, torch.ones(2))
     gradients.gather()
     gradients.fill_up()
-    assert [view.tolist() for view in gradients._views] == [[0.0] * 2, [2.0] * 2]
+    assert [view.tolist() for view in gradients.local.views] == [[0.0] * 2, [2.0] * 2]
     gradients.reset()
     assert arena.live("bucket") == 0

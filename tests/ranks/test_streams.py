@@ -85,7 +85,7 @@ def streamed(stream):
     """The tensors of a stream, verified, and the bytes of its buckets."""
     assembler, tensors, sizes = Assembler(), {}, []
     for bucket in stream:
-        tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
+        tensors |= {name: tensor.clone() for name, tensor in assembler.unpack(bucket)}
         sizes.append(bucket.nbytes)
     assert assembler.missing == []
     return tensors, sizes
@@ -207,9 +207,9 @@ def over_stages():
     assembler, names, before = Assembler(), [], None
     for bucket in engine.stream_weights(bucket_bytes=SMALL):
         if before is not None:
-            names += [name for name, _ in assembler.take(before)]
+            names += [name for name, _ in assembler.unpack(before)]
         before = bucket
-    return names + [name for name, _ in assembler.take(before)], expected
+    return names + [name for name, _ in assembler.unpack(before)], expected
 
 
 def test_buckets_of_all_stages_may_be_read_until_the_next_but_one_and_what_stages_share_is_sent_once(ranks):
@@ -884,7 +884,7 @@ def exported_inside(folder, everywhere):
         for module in ("zero3d.zero.gathers", "zero3d.engine.whole_parameters") if everywhere else ():
             patches.enter_context(patch(f"{module}.goes_to_first", return_value=False))
         for bucket in engine.stream_weights(bucket_bytes=SMALL):
-            tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
+            tensors |= {name: tensor.clone() for name, tensor in assembler.unpack(bucket)}
             if bucket.number == 2:
                 exports = exported(engine, folder / "hf")
     weights, held = engine.whole_state_dict(), engine.arena.live("gathered")

@@ -1,7 +1,7 @@
 """Checkpoints and exports of parameters that the tp axis cuts: any (dp, tp, pp) to any other, bit for bit.
 
 No forward runs here: parameters are replaced by their slices and states are filled with known values, so
-that every byte of a file and of a rank can be compared with `Cut.take` of the logical tensor.
+that every byte of a file and of a rank can be compared with `Cut.extract` of the logical tensor.
 """
 
 from fnmatch import fnmatch
@@ -60,7 +60,7 @@ def cuts_of(family, shapes, mesh):
 
 def slice_parameters(module, cuts):
     """Replace parameters by their slices; tied ones stay tied."""
-    local = {p: cuts[name].take(p) for name, p in module.named_parameters() if name in cuts}
+    local = {p: cuts[name].extract(p) for name, p in module.named_parameters() if name in cuts}
     made = {p: nn.Parameter(values, requires_grad=p.requires_grad) for p, values in local.items()}
     for inner in module.modules():
         for name, p in inner._parameters.items():
@@ -117,7 +117,7 @@ def held(engine):
 def expected_of(engine, values, name, state, span):
     cut = engine_state(engine._assembly).cut(name)
     whole = values[name, state]
-    local = whole if cut is None else cut.take(whole)
+    local = whole if cut is None else cut.extract(whole)
     return local.reshape(-1)[span]
 
 

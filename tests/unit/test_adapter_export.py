@@ -151,14 +151,14 @@ def test_a_merge_holds_a_block_and_a_file_and_an_adapter_gathers_nothing_frozen(
     from zero3d.checkpoint.forms import MergedForm
 
     monkeypatch.setattr(zero3d.checkpoint.export, "FILE_BYTES", 10_000)
-    waiting, take = [], MergedForm.take
+    waiting, feed = [], MergedForm.feed
 
     def watched(self, tensors):
-        taken = take(self, tensors)
+        ready = feed(self, tensors)
         waiting.append(len(self._waiting))
-        return taken
+        return ready
 
-    monkeypatch.setattr(MergedForm, "take", watched)
+    monkeypatch.setattr(MergedForm, "feed", watched)
     engine = engine_on(folders("llama"))
     whole = engine.export(tmp_path / "merged", "merged")
     assert max(waiting) == 1

@@ -26,7 +26,7 @@ def sent(tensors, nbytes, dtype=None):
     packer, assembler, found = Packer(memories(nbytes)), Assembler(), {}
     for bucket in chain(packer.feed(tensors, dtype), packer.flush()):
         again = Bucket.of(bucket.number, bucket.memory, bucket.nbytes, bucket.header())
-        found |= {name: tensor.clone() for name, tensor in assembler.take(again)}
+        found |= {name: tensor.clone() for name, tensor in assembler.unpack(again)}
     assert assembler.missing == []
     assert (assembler.count, assembler.nbytes) == (len(found), sum(t.nbytes for t in found.values()))
     return found
@@ -81,7 +81,7 @@ def test_tensors_that_still_have_their_checksum_are_left_out_whatever_their_size
 def taken(packer, tensors, dtype):
     assembler = Assembler()
     for bucket in chain(packer.feed(tensors, dtype), packer.flush()):
-        yield from assembler.take(bucket)
+        yield from assembler.unpack(bucket)
 
 
 def test_a_whole_tensor_is_a_view_of_its_bucket():
@@ -89,7 +89,7 @@ def test_a_whole_tensor_is_a_view_of_its_bucket():
     packer = Packer(memory)
     list(packer.feed({"a": drawn((4,))}))
     (bucket,) = packer.flush()
-    ((_, tensor),) = Assembler().take(bucket)
+    ((_, tensor),) = Assembler().unpack(bucket)
     assert tensor.data_ptr() == memory[0].data_ptr()
 
 
@@ -99,7 +99,7 @@ def test_a_byte_that_changed_is_found():
     (bucket,) = packer.flush()
     bucket.memory[ALIGN] += 1  # the first byte of b
     assembler = Assembler()
-    arriving = assembler.take(bucket)
+    arriving = assembler.unpack(bucket)
     assert next(arriving)[0] == "a"
     with pytest.raises(StreamError, match=r"'b' has arrived with the checksum .* a machine or a link changes bytes"):
         next(arriving)
@@ -108,12 +108,12 @@ def test_a_byte_that_changed_is_found():
 def test_a_part_that_is_missing_or_out_of_turn_is_found():
     packer, assembler = Packer(memories(512, 4)), Assembler()
     first, second, third = [*packer.feed({"a": drawn((300,))}), *packer.flush()]
-    assert list(assembler.take(first)) == []
+    assert list(assembler.unpack(first)) == []
     assert assembler.missing == ["a"]
     with pytest.raises(StreamError, match="'a' goes on at element 256, and 128 have come"):
-        list(assembler.take(third))
+        list(assembler.unpack(third))
     again = Assembler()
-    assert [name for bucket in (first, second, third) for name, _ in again.take(bucket)] == ["a"]
+    assert [name for bucket in (first, second, third) for name, _ in again.unpack(bucket)] == ["a"]
 
 
 @pytest.mark.parametrize("row", [

@@ -25,7 +25,7 @@ def random_cuts(seed, count=200):
 
 def test_what_all_ranks_take_joins_to_the_logical_tensor():
     for _, logical, cuts in random_cuts(0):
-        taken = [cut.take(logical) for cut in cuts]
+        taken = [cut.extract(logical) for cut in cuts]
         shapes = {cut.local_shape(tuple(logical.shape)) for cut in cuts}
         assert {tuple(local.shape) for local in taken} == shapes
         assert all(local.is_contiguous() for local in taken)
@@ -35,13 +35,13 @@ def test_what_all_ranks_take_joins_to_the_logical_tensor():
 
 def test_a_rank_takes_its_chunk_of_every_block():
     gate, up = torch.arange(8), torch.arange(100, 108)
-    assert Cut(0, 4, 1, blocks=2).take(torch.cat([gate, up])).tolist() == [2, 3, 102, 103]
-    assert Cut(1, 2, 1).take(torch.arange(8).view(2, 4)).tolist() == [[2, 3], [6, 7]]
+    assert Cut(0, 4, 1, blocks=2).extract(torch.cat([gate, up])).tolist() == [2, 3, 102, 103]
+    assert Cut(1, 2, 1).extract(torch.arange(8).view(2, 4)).tolist() == [[2, 3], [6, 7]]
 
 
 def test_what_is_taken_shares_no_memory_with_the_logical_tensor_and_no_graph():
     weight = torch.nn.Parameter(torch.zeros(4, 2))
-    taken = Cut(0, 2, 0).take(weight)
+    taken = Cut(0, 2, 0).extract(weight)
     taken.fill_(1.0)
     assert float(weight.detach().sum()) == 0
     assert not taken.requires_grad
@@ -50,7 +50,7 @@ def test_what_is_taken_shares_no_memory_with_the_logical_tensor_and_no_graph():
 def test_boxes_of_a_local_box_hold_what_was_taken_once_and_in_order():
     for rng, logical, cuts in random_cuts(1):
         for cut in cuts:
-            local = cut.take(logical)
+            local = cut.extract(logical)
             shape = tuple(local.shape)
             limits = [sorted(rng.randint(0, size) for _ in range(2)) for size in shape]
             for box in (
@@ -73,7 +73,7 @@ def test_flat_ranges_of_all_ranks_cover_the_logical_tensor_exactly():
     for rng, logical, cuts in random_cuts(2):
         found = torch.zeros_like(logical)
         for cut in cuts:
-            local = cut.take(logical)
+            local = cut.extract(logical)
             ends = [0, *sorted(rng.randint(0, local.numel()) for _ in range(2)), local.numel()]
             for start, stop in pairwise(ends):
                 values = local.reshape(-1)[start:stop]
@@ -114,4 +114,4 @@ def test_a_dimension_that_cannot_be_cut_is_refused_with_the_arithmetic(cut, shap
     with pytest.raises(ConfigError, match=said):
         cut.local_shape(shape)
     with pytest.raises(ConfigError, match=said):
-        cut.take(torch.zeros(shape))
+        cut.extract(torch.zeros(shape))

@@ -155,7 +155,7 @@ def job(folder, *words, ranks=4, restarts=9, resume=None, overwrite=False, devic
 
 def taken(slots, course, devices=None):
     """The slots of the next attempt."""
-    return slots.take(course.folder, "COMMAND")
+    return slots.choose(course.folder, "COMMAND")
 
 
 def test_slots_are_lost_and_come_back_by_the_runs_file(tmp_path):

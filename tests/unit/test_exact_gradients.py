@@ -12,6 +12,7 @@ from zero3d.distributed.axis import Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.precision import torch_dtype
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.policy import Setting
@@ -51,7 +52,8 @@ class Rank:
         plan = unit_plan(stage, N, exact=True, reduce=reduce, accumulate=planned)
         self.setting = Setting(plan, self.comm, self.arena, SimpleNamespace(size=1))
         self.summands = Summands(self.comm, reduce == "every_step", planned, 0)
-        self.grads = ExactGradients(self.summands, "unit", UnitLayout(SHAPES, N), self.setting)
+        self.layout = UnitLayout(SHAPES, N)
+        self.grads = ExactGradients(self.summands, "unit", self.layout, self.setting)
 
 
 def halves(values):
@@ -81,7 +83,7 @@ def summed(step, count, layout):
 def is_sum(rank, wanted):
     """Whether the shard is this rank's part of a storage, padding apart."""
     slot, shard = rank.setting.slot(wanted), rank.grads.shard
-    cells = [slice(p.offset, p.offset + p.stop - p.start) for p in rank.grads._layout.pieces(rank.comm.rank)]
+    cells = [slice(p.offset, p.offset + p.stop - p.start) for p in rank.layout.pieces(rank.comm.rank)]
     return bool(cells) and all(torch.equal(shard[cell], slot[cell]) for cell in cells)
 
 
@@ -93,7 +95,7 @@ def run(ranks, step, micro_batches):
         reduces = k == micro_batches - 1 or not ranks[0].summands.per_step
         for rank in ranks:
             for index, grad in enumerate(summand(step, rank.summands.number(k))):
-                rank.grads.take(index, grad)
+                rank.grads.hold(index, grad)
             if reduces:
                 rank.grads.fill_up()
                 rank.grads.reduce(single=True)
@@ -108,7 +110,7 @@ def run(ranks, step, micro_batches):
 
 def check_memory(rank, most, alone):
     """As `account.states.unit_bytes` and the arena have it, and nothing on its way."""
-    layout, sharded = rank.grads._layout, alone or not rank.summands.per_step
+    layout, sharded = rank.layout, alone or not rank.summands.per_step
     assert rank.grads.unit_plan.policy.summands == most
     assert len(rank.grads.buffers) == counter_buffers(most)
     elements = counter_buffers(most) * (layout.shard if sharded else layout.total)
@@ -128,15 +130,15 @@ def test_steps_of_any_length_are_summed_in_the_tree_in_the_planned_memory(stage,
     for step, micro_batches in enumerate(steps):
         most = max(most, micro_batches)
         run(ranks, step, micro_batches)
-        wanted = summed(step, N * micro_batches, ranks[0].grads._layout)
+        wanted = summed(step, N * micro_batches, ranks[0].layout)
         alone = most == 1 and reduce == "every_step" and stage > 0
         for rank in ranks:
             assert is_sum(rank, wanted)
             wide = reduce == "every_step" and micro_batches > 1
             assert rank.comm.travelled == (WIDE if wide else DTYPE)
-            assert rank.grads.travels == (WIDE if reduce == "every_step" and most > 1 else DTYPE)
+            assert torch_dtype(rank.grads.plan.travels) == (WIDE if reduce == "every_step" and most > 1 else DTYPE)
             if stage == 0:  # where all ranks' are gathered next
-                assert same_memory(rank.grads.shard, rank.setting.slot(rank.grads.whole))
+                assert same_memory(rank.grads.shard, rank.setting.slot(rank.grads._shard.whole))
             check_memory(rank, most, alone)
             rank.grads.reset()
 
@@ -148,13 +150,13 @@ def test_what_is_closed_already_is_no_summand_once_more():
     for rank in ranks:
         for k in range(2):
             for index, grad in enumerate(summand(0, rank.summands.number(k))):
-                rank.grads.take(index, grad)
+                rank.grads.hold(index, grad)
             rank.grads.close()
         rank.grads.fill_up()
         rank.grads.reduce(single=False)
     for rank in ranks:
         rank.grads.complete()
-        assert is_sum(rank, summed(0, 4, rank.grads._layout))
+        assert is_sum(rank, summed(0, 4, rank.layout))
         check_memory(rank, 2, alone=False)
         with pytest.raises(ConfigError, match="a backward came after the last one of its step"):
-            rank.grads.take(0, summand(0, 0)[0])
+            rank.grads.hold(0, summand(0, 0)[0])

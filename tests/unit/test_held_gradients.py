@@ -10,7 +10,7 @@ from models import adamw, batch, build, loss_of
 from torch import nn
 
 import zero3d
-from zero3d.zero import gradients
+from zero3d.zero import local_gradients
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -39,8 +39,8 @@ def test_gradients_of_further_micro_batches_are_added_in_a_launch_a_unit(stage):
 
 def test_large_gradients_are_copied_at_once_with_the_same_bits():
     found = []
-    for most in (gradients.HELD, 4000, 0):
-        with mock.patch.object(gradients, "HELD", most):
+    for most in (local_gradients.HELD, 4000, 0):
+        with mock.patch.object(local_gradients, "HELD", most):
             engine = engine_of(stage=2, clip_norm=0.1)
             copies = launches(engine)["copy"]
             engine.step()
@@ -69,7 +69,7 @@ def test_nothing_is_held_after_a_backward_that_left_a_parameter_out():
         engine = engine_of(Partly(), stage=1, accumulate=2, units=[])
         for both in order:
             engine.backward(engine(torch.ones(2, 8) * (1 + both), both).float().sum())
-            assert not any(unit.gradients._held for unit in engine.units)
+            assert not any(unit.gradients.local._held for unit in engine.units)
         engine.step()
         sums.append(engine.fingerprint())
     assert sums[0] == sums[1]
@@ -81,7 +81,7 @@ def test_a_second_gradient_in_one_backward_is_added_to_the_first(precision):
     (unit,) = engine.units
     first, second = (torch.full((8, 8), value, dtype=engine.precision.dtype) for value in (1.5, 2.25))
     for grad in (first, second):
-        unit.gradients.take(0, grad)
+        unit.gradients.hold(0, grad)
     unit.gradients.fill_up()
-    assert torch.equal(unit.gradients._views[0].float(), (first + second).float())
-    assert not unit.gradients._views[1].any()
+    assert torch.equal(unit.gradients.local.views[0].float(), (first + second).float())
+    assert not unit.gradients.local.views[1].any()

@@ -35,7 +35,7 @@ def cuts_of(rank):
 def layout_and_slices(rank, n):
     """The unit of a tp rank, and its storage put together by hand."""
     cuts = cuts_of(rank)
-    local = {name: cuts[name].take(value) if name in cuts else value for name, value in whole_tensors().items()}
+    local = {name: cuts[name].extract(value) if name in cuts else value for name, value in whole_tensors().items()}
     layout = UnitLayout([(name, tuple(value.shape), 0) for name, value in local.items()], n)
     storage = torch.zeros(layout.total)
     for slot in layout.slots:
@@ -77,7 +77,7 @@ def test_columns_of_a_file_are_read_without_the_others(tmp_path):
     out = torch.zeros(layout.shard)
     comm = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     from_source(weights, layout, comm, torch.float32, {name: cut}, {})(out)
-    assert torch.equal(out[: layout.numel], cut.take(logical).flatten())
+    assert torch.equal(out[: layout.numel], cut.extract(logical).flatten())
     assert read == [(32, 24)]
 
 

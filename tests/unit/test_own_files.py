@@ -401,7 +401,7 @@ def test_a_launcher_that_waits_before_its_first_worker_ends_at_the_first_sigterm
     assert launch(["train"], 2) == 128 + signal.SIGTERM
     assert capsys.readouterr().err.startswith("stopped by SIGTERM outside of training")
     assert run_job(Job(["train"], Config(), Start(), 2)) == 128 + signal.SIGTERM
-    monkeypatch.setattr(elastic.Slots, "take", interrupted)
+    monkeypatch.setattr(elastic.Slots, "choose", interrupted)
     assert run_job(Job(["train"], Config(), Start(), 2)) == 128 + signal.SIGTERM
     assert capsys.readouterr().err.count("stopped by SIGTERM outside of training") == 2
 

@@ -23,8 +23,8 @@ from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
 from zero3d.models.trained import open_trained
 from zero3d.zero import weights
-from zero3d.zero.exact.gradients import ExactGradients
-from zero3d.zero.gradients import Gradients
+from zero3d.zero.exact.gradients import ExactShard
+from zero3d.zero.gradient_shards import GradientShard
 from zero3d.zero.hooks import Hooks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -237,8 +237,8 @@ def test_what_the_root_uses_is_sent_first_so_that_nothing_else_is_waited_for_wit
 @pytest.mark.parametrize("planted", [False, True])
 def test_gradients_that_come_after_the_sum_is_gathered_wait_for_that(monkeypatch, planted):
     if planted:
-        monkeypatch.setattr(Gradients, "_forget_gather", lambda self: setattr(self, "_gathering", None))
-        monkeypatch.setattr(Gradients, "wait", lambda self: None)
+        monkeypatch.setattr(GradientShard, "_forget_gather", lambda self: setattr(self, "_gathering", None))
+        monkeypatch.setattr(GradientShard, "wait", lambda self: None)
     with alone_in(4), collectives_of(Model()):
         engine = zero3d.Engine(net(), stage=0, mesh=lonely_mesh(4), optimizer=adamw)
         with modelled(engine) as model:
@@ -269,7 +269,7 @@ def test_a_missing_wait_is_found(dp, fault):
 @pytest.mark.parametrize("order", ORDERS)
 def test_terms_are_added_up_beside_compute(monkeypatch, order):
     """Each unit's when the next one's are on their way, and the last one's before compute waits for it."""
-    sums, owner, name = [], *((Comm, "_sum") if order == "rank order" else (ExactGradients, "_sum"))
+    sums, owner, name = [], *((Comm, "_sum") if order == "rank order" else (ExactShard, "_sum"))
     real = getattr(owner, name)
 
     def seen(*given, **named):

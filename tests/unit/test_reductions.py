@@ -21,7 +21,7 @@ class Gradients:
         self._name, self._log, self.state, self.taken = name, log, State.EMPTY, []
         self.differs_on_copies = False
 
-    def take(self, index, grad):
+    def hold(self, index, grad):
         self.taken.append(index)
         self.differs_on_copies = self.has_copies
         self.state = State.FILLING
@@ -106,7 +106,7 @@ class Backwards:
         self.reductions.due, self.reductions.final = due, final
         for name in names.split():
             unit, index = (self.units[name[0]], int(name[1])) if name[1:] in ("0", "1") else (self.units[name], 0)
-            self.reductions.take(unit, index, torch.zeros(1))
+            self.reductions.receive(unit, index, torch.zeros(1))
         return list(self.log)
 
     def flush(self):
@@ -228,9 +228,9 @@ def test_a_gradient_that_a_function_does_not_give_counts_as_one_that_came():
     backwards = Backwards()
     backwards.reductions.begin()
     backwards.take("c b0")
-    backwards.reductions.take(backwards.units["b"], 1, None)
+    backwards.reductions.receive(backwards.units["b"], 1, None)
     assert backwards.log == ["reduce c", "reduce b"]
-    backwards.reductions.take(backwards.units["c"], 0, None)
+    backwards.reductions.receive(backwards.units["c"], 0, None)
     assert backwards.log == ["reduce c", "reduce b"], "nothing is waited for"
 
 
@@ -305,7 +305,7 @@ def test_an_exact_unit_with_a_hole_is_closed_at_its_module_s_end_once():
     backwards.reductions.begin()
     backwards.take("c b0", due=False)
     assert leave(backwards, "b") == ["close b"]
-    backwards.reductions.take(backwards.units["b"], 1, None)
+    backwards.reductions.receive(backwards.units["b"], 1, None)
     assert backwards.log == ["close b"]
 
 

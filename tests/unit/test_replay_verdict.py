@@ -101,9 +101,9 @@ def test_a_sparse_gradient_is_hashed_with_its_places():
 
 def test_a_table_has_a_row_for_each_parameter_and_adds_what_comes_twice():
     hashes, grad = GradientHashes(), torch.ones(3)
-    hashes.take("unit", 1, grad)
-    hashes.take("unit", 0, grad)
-    hashes.take("unit", 1, grad)
+    hashes.add("unit", 1, grad)
+    hashes.add("unit", 0, grad)
+    hashes.add("unit", 1, grad)
     assert hashes.came == [("unit", 1), ("unit", 0)]
     table = hashes.table([("unit", 0), ("unit", 1), ("unit", 2)], torch.device("cpu"))
     sums = bit_sums(grad)

@@ -86,6 +86,17 @@ class UnitPlan(NamedTuple):
         """Return what the unit is when it is frozen no longer."""
         return decide(self.kind._replace(trainable=True), self.policy, self.ranks)
 
+    @property
+    def widened(self) -> UnitPlan:
+        """Return what the unit is from a step's second backward on (`GradientPlan.widened`)."""
+        assert self.gradients is not None
+        return self._replace(gradients=self.gradients.widened(self.policy.master))
+
+    @property
+    def adds_up(self) -> bool:
+        """Return whether all micro-batches' gradients add up in the shard as they come, as nobody else has any."""
+        return self.gradients is not None and self.gradients.kept and self.policy.often
+
     def of_steps(self, summands: int) -> UnitPlan:
         """Return what the unit is in steps of so many micro-batches."""
         return decide(self.kind, self.policy._replace(summands=summands), self.ranks)

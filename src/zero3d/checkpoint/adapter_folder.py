@@ -64,7 +64,7 @@ class AdapterForm:
     def wants(self, name: str) -> bool:
         return any(each in self._wanted for each in (name, *self._others.get(name, ())))
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def feed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         wanted = {name: tensor for name, tensor in tensors.items() if self.wants(name)}  # of a unit with others
         for name, tensor in on_host(wanted).items():
             for each in (name, *self._others.get(name, ())):

@@ -129,7 +129,7 @@ class Saves:
 
     def _places(self, captured: Captured, engine: EngineState, budget: HostBudget | None) -> dict[str, Tensor]:
         """Return places in the host's copy, whose memory is taken where it is not there."""
-        places = self._copy.take(captured.states, budget)
+        places = self._copy.reserve(captured.states, budget)
         self.planned = copy_bytes(engine)
         return places
 

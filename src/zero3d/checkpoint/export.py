@@ -88,7 +88,7 @@ def _add_units(writer: ExportWriter, engine: EngineState, published: Published, 
 
 def _add(writer: ExportWriter, published: Published, unit: Unit) -> None:
     """Write copies of a gathered unit's tensors, which others only take part in joining."""
-    writer.add(on_host(published.take(unit)))
+    writer.add(on_host(published.collect(unit)))
 
 
 def export_places(directory: Path) -> tuple[Path, Path]:

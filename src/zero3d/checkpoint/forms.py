@@ -37,8 +37,8 @@ class Form(Protocol):
     def wants(self, name: str) -> bool:
         """Say whether a parameter is needed."""
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take whole parameters that may change afterwards; return what can be written now, on the host, by name.
+    def feed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Accept whole parameters that may change afterwards; return what can be written now, on the host, by name.
 
         What is returned may share their memory.
         """
@@ -74,7 +74,7 @@ class WholeForm:
     def wants(self, name: str) -> bool:
         return True
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def feed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return as_published(
             self._model, {name: tensor.detach().cpu() for name, tensor in self._in_full(tensors).items()}
         )
@@ -117,7 +117,7 @@ class BaseForm:
     def wants(self, name: str) -> bool:
         return True
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def feed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ready: dict[str, Tensor] = {}
         for name, tensor in on_host(tensors).items():
             for each in (name, *self._others.get(name, ())):

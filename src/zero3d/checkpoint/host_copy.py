@@ -43,8 +43,8 @@ class HostCopy:
         """Return what the host has, where nothing was taken yet. All ranks call it together."""
         return self._budget() if not self.nbytes else None
 
-    def take(self, states: States, budget: HostBudget | None) -> dict[str, Tensor]:
-        """Return a place for each of them, by their keys. Raises OutOfBudget where the host has no memory for that."""
+    def reserve(self, states: States, budget: HostBudget | None) -> dict[str, Tensor]:
+        """Reserve a place for each state, by its key. Raises OutOfBudget where the host has no memory for that."""
         needed = sum(_nbytes(values) for values in states.values())
         if padded(needed) > self.nbytes:
             self._grow(needed, budget)

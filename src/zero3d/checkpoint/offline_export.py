@@ -73,7 +73,7 @@ def export_stored(
         for names in _groups(stored, model):
             named = {name: values[name]() for name in names if name in values}
             refuse_nonfinite(named)
-            writer.add(form.take(named))
+            writer.add(form.feed(named))
         buffers = form.buffers(_buffers(stored, model))
         refuse_nan(buffers)
         writer.add(buffers)

@@ -52,7 +52,7 @@ class Published:
             if any(self.form.wants(full.owner(slot.name)) for slot in unit.layout.slots)
         ]
 
-    def take(self, unit: Unit) -> dict[str, Tensor]:
+    def collect(self, unit: Unit) -> dict[str, Tensor]:
         """Return what a gathered unit makes ready, by name, on the stage's first rank; {} on others, which help.
 
         Tensors may share the unit's memory: they are to be used while it is gathered. Of experts, which every tp rank
@@ -71,7 +71,7 @@ class Published:
         if engine.tp.rank or engine.dp.rank:
             return {}
         refuse_nonfinite(named)
-        return self.form.take(named)
+        return self.form.feed(named)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers, and what has waited until the end. Raises NonFiniteError."""

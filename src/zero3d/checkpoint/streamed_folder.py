@@ -53,7 +53,7 @@ class FolderSender:
     def send(self, bucket: Bucket) -> None:
         """Take what is whole with a bucket, and write a file once it is full. Raises StreamError, CheckpointError."""
         memory = bucket.memory.untyped_storage().data_ptr()
-        for name, tensor in self._assembler.take(bucket):
+        for name, tensor in self._assembler.unpack(bucket):
             if self._dtype is None and tensor.is_floating_point():
                 self._dtype = tensor.dtype
             own = tensor.untyped_storage().data_ptr() != memory

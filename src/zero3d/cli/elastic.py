@@ -106,7 +106,7 @@ def _attempt(course: Course, slots: Slots, request: StopRequest, module: str) ->
     """Start all workers once and wait for them; return the exit code, None where another attempt is to follow."""
     job = course.job
     with request.at_once():
-        taken = slots.take(course.folder, course.command)
+        taken = slots.choose(course.folder, course.command)
     words = course.begin()
     for line in (*slots.lines(taken), *course.lines(len(taken))):
         print(line, file=sys.stderr)
@@ -225,7 +225,7 @@ class Slots:
         self._lost: dict[int, str] = {}
         self._looked = False
 
-    def take(self, folder: Folder | None, command: str) -> list[int]:
+    def choose(self, folder: Folder | None, command: str) -> list[int]:
         """Return the slots of the next attempt. Raises Zero3dError where too few are left."""
         job, least = self._job, self._job.config.health.min_ranks
         self._lost = self._find_lost(folder)

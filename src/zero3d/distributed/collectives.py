@@ -192,13 +192,13 @@ class Comm:
         part = shard.view(self.size, -1)[self.rank]
         call = self._all_reduction(shard, unit, shard.dtype)
 
-        def take(terms: list[Tensor]) -> None:  # one of which is the part
+        def add_terms(terms: list[Tensor]) -> None:  # one of which is the part
             total = self._arena.borrow("wire", part.numel(), part.dtype)
             add_up(terms, total)
             part.copy_(total)
             self._arena.give_back("wire", total)
 
-        return self._then_gather(call, shard, self._algorithm.all_to_all(call, shard, take))
+        return self._then_gather(call, shard, self._algorithm.all_to_all(call, shard, add_terms))
 
     def _all_reduction(self, shard: Tensor, unit: str, wire: torch.dtype) -> Call:
         """Announce both halves of an all-reduce as one operation."""

@@ -184,7 +184,7 @@ def who_adds(assembly: Assembly) -> dict[str, str]:
     """Return in which order gradients are added over dp and activations over tp; the backend's order is its own."""
     axes, order, runtime = assembly.base.axes, assembly.base.order, assembly.runtime
     each = assembly.base.policy.often or runtime.accumulation.usual == 1
-    travel = [unit.gradients.travels for unit in runtime.units if unit.grads is not None]
+    travel = [unit.gradients.plan.travels for unit in runtime.units if unit.grads is not None]
     narrow = each and all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
     in_rank_order = axes.dp.algorithm == Pairwise.name or (axes.dp.algorithm == AllToAll.name and narrow)
     over_dp = "none" if axes.dp.size == 1 else RANKS if in_rank_order else BACKEND

@@ -274,7 +274,7 @@ class WeightStreams:
         self, published: Published, unit: Unit | None, packer: Packer | None, dtype: torch.dtype | None
     ) -> Iterator[Bucket]:
         """Yield the buckets that a unit of this stage fills, on its first rank; others help to make it whole."""
-        tensors = {} if unit is None else published.take(unit)
+        tensors = {} if unit is None else published.collect(unit)
         if packer is not None:
             yield from packer.feed(tensors, dtype)
 

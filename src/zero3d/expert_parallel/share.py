@@ -82,6 +82,6 @@ def _cut_adapters(roots: Collection[nn.Module], experts: nn.Module, part: slice)
 def _own_part(p: nn.Parameter, cut: Cut, ep: Comm) -> nn.Parameter:
     if not p.is_meta:
         ep.broadcast(p.data, "initial")
-    part = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
+    part = nn.Parameter(cut.extract(p), requires_grad=p.requires_grad)
     part.__dict__.update(p.__dict__)  # transformers marks what it has initialised
     return part

@@ -149,7 +149,7 @@ class Orthogonal:
             whole.append(self._cut(indices[n]).join(slices))
         self._compute([indices[n] for n in mine], whole)
         back = [
-            self._cut(indices[n])._replace(rank=rank).take(matrix).view(-1)
+            self._cut(indices[n])._replace(rank=rank).extract(matrix).view(-1)
             for rank in range(tp.size)
             for n, matrix in zip(mine, whole, strict=True)
         ]

@@ -200,7 +200,7 @@ class SharedAttention:
         try:
             self._shares.check_mask(len(rows) * length, query.element_size() if self._additive else 1, length)
         except MaskTooLarge as refused:
-            if self._fallback.take(refused, documents=True) != FLEX:
+            if self._fallback.choose(refused, documents=True) != FLEX:
                 ends = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device) * length
                 return Documents.of(ends, length).of_rows(rows, len(query))
             if length not in self._causal:

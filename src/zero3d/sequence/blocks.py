@@ -78,7 +78,7 @@ class Fallback:
         self._why_not = why_not(decoder, device)
         self._silent: set[str | None] = set() if speaks else {FLEX, self.flash}
 
-    def take(self, refused: MaskTooLarge, documents: bool) -> str:
+    def choose(self, refused: MaskTooLarge, documents: bool) -> str:
         """Return the name of what attends in the place of a dense mask. Raises MaskTooLarge.
 
         documents  where these end says all that the mask would, beside windows

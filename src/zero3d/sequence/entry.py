@@ -146,7 +146,7 @@ class Entry:
             with Within(self._sharing, length):
                 return make(), None
         except MaskTooLarge as refused:
-            name = self._fallback.take(refused, self._passes_on and mask is None)
+            name = self._fallback.choose(refused, self._passes_on and mask is None)
             config._attn_implementation_internal = name
             if name == FLEX:
                 return make(), None

@@ -140,7 +140,7 @@ class SequenceGroup:
             with Within(self._sharing, options["q_length"]):
                 return self._masks[self._own](*args, **options)
         except MaskTooLarge as refused:
-            return self._masks[self._fallback.take(refused, documents=False)](*args, **options)
+            return self._masks[self._fallback.choose(refused, documents=False)](*args, **options)
 
     def _gather_routed(self, decoder: nn.Module, args: Any, output: Any) -> None:
         """Give the head router logits of whole sequences, for the loss that balances experts: a forward hook."""

@@ -263,7 +263,7 @@ class _Seen:
         self._rows = rows
         self._calls.clear()
         self._forwards.append(_Forward(rows, {}, {}))
-        given: Tensor = self._take(decoder, hidden[:, rows.start : rows.stop].clone().requires_grad_())
+        given: Tensor = self._isolate(decoder, hidden[:, rows.start : rows.stop].clone().requires_grad_())
         return given
 
     def end(self, made: Tensor) -> None:
@@ -282,11 +282,11 @@ class _Seen:
                 if self.mixing is None and not _near(grad, rows, least):
                     self.mixing = f"the backward of {call[0]}"
 
-    def take(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    def isolate(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """Return what a module is given, with tensors [1, rows, ..] whose gradients are of this module alone."""
-        return tuple(self._take(name, t) for t in args), {key: self._take(name, t) for key, t in kwargs.items()}
+        return tuple(self._isolate(name, t) for t in args), {key: self._isolate(name, t) for key, t in kwargs.items()}
 
-    def _take(self, name: str, given: Any) -> Any:
+    def _isolate(self, name: str, given: Any) -> Any:
         if not isinstance(given, Tensor) or not given.requires_grad:
             return given
         if given.dim() < 3 or len(given) != 1 or given.shape[1] != len(self._rows):
@@ -367,7 +367,7 @@ def _watched(decoder: nn.Module, seen: _Seen) -> Iterator[None]:
 
 
 def _take(seen: _Seen, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return seen.take(name, args, kwargs)
+    return seen.isolate(name, args, kwargs)
 
 
 def _note(seen: _Seen, name: str, _: nn.Module, __: Any, made: Any) -> None:

@@ -49,7 +49,7 @@ class Cut(NamedTuple):
         """Return the logical shape of a local tensor's."""
         return (*local[: self.dim], local[self.dim] * self.size, *local[self.dim + 1 :])
 
-    def take(self, logical: Tensor) -> Tensor:
+    def extract(self, logical: Tensor) -> Tensor:
         """Return a copy of this rank's part of a logical tensor, contiguous and detached. Raises ConfigError."""
         local = self.local_shape(tuple(logical.shape))
         before, chunk, after = local[: self.dim], local[self.dim] // self.blocks, local[self.dim + 1 :]

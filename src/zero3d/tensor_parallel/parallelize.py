@@ -231,7 +231,7 @@ def _take_part(module: nn.Module, key: str, cut: Cut) -> None:
 
 
 def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:
-    part = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
+    part = nn.Parameter(cut.extract(p), requires_grad=p.requires_grad)
     part.__dict__.update(p.__dict__)  # transformers marks what it has initialised
     return part
 

@@ -45,7 +45,7 @@ from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
-from zero3d.precision import NAMES, dtype_name
+from zero3d.precision import NAMES, dtype_name, torch_dtype
 from zero3d.spec.tiers import DEVICE
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.unit import Unit
@@ -158,8 +158,8 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
     gathered = {w.full.dtype for w in weights if not w.keeps_full}
     trainable = [unit for unit in engine.units if unit.grads is not None and engine.dp.size > 1]
-    bucket = {grad.local for grad in grads if grad.comes_and_goes}
-    wire = {unit.gradients.travels for unit in trainable}
+    bucket = {torch_dtype(grad.plan.local) for grad in grads if not grad.plan.kept}
+    wire = {torch_dtype(unit.gradients.plan.travels) for unit in trainable}
     kinds = {
         "parameters": compute,
         "gradients": reduced,
@@ -196,7 +196,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     sizes = [(unit.name, unit.layout.total * unit.dtype.itemsize) for unit in released]
     full = whole_units(sizes, ahead=0 if len(coded) == len(sizes) else WINDOW)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
-    passing = [unit for unit in engine.units if unit.grads is not None and unit.grads.comes_and_goes]
+    passing = [unit for unit in engine.units if unit.grads is not None and not unit.grads.plan.kept]
     local_gradients = whole_units(
         ((unit.name, unit.layout.total * unit.dtype.itemsize * unit.sources) for unit in passing), 2 * parts
     )
@@ -205,8 +205,8 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     wider, device = 1, engine.mesh.device.type
     for unit in engine.units:
         if unit.grads is not None:
-            travels = unit.gradients.travels
-            local = travels if exact else unit.gradients.local
+            travels = unit.gradients.plan.travels
+            local = travels if exact else unit.gradients.plan.local
             wider = max(wider, local.itemsize // unit.dtype.itemsize) if unit in passing else wider
             masters += 0 if unit.weights.masters.stored is None else unit.weights.masters.stored.numel()
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
@@ -232,7 +232,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
 def bytes_over_copies(engine: Engine) -> int:
     """Return the bytes in which a step's shards are summed over copies; those of an exact sum are a reduction's."""
     trained = [unit for unit in engine.units if unit.grads is not None]
-    if engine.summands is not None or not trained or trained[0].gradients.across.size == 1:
+    if engine.summands is not None or not trained or trained[0].across.size == 1:
         return 0
     how = sum_over_copies(trained[0].plan)
     return sums_of_copies([unit.layout.shard for unit in trained], how, engine.mesh.device.type)
@@ -245,7 +245,7 @@ def _to_host(engine: Engine) -> int:
         return 0
     longest, wide = max(unit.layout.shard for unit in trained), engine.policy.master.itemsize
     held = engine.policy.held.itemsize
-    sums = WINDOW * held * longest if trained[0].gradients.across.size > 1 else 0
+    sums = WINDOW * held * longest if trained[0].across.size > 1 else 0
     return arriving_bytes((WINDOW + LEAVING) * [longest], held, wide) + sums
 
 

@@ -187,7 +187,7 @@ class Assembler:
         self.count, self.nbytes = 0, 0
         self._open: dict[str, tuple[Tensor, int, xxhash.xxh3_64]] = {}
 
-    def take(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    def unpack(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that are whole with a bucket, in its memory where they came in one part.
 
         Raises StreamError where parts do not follow one another, or bytes are others than were sent.
@@ -223,7 +223,7 @@ def whole(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """Yield names and whole tensors of a stream, each verified; in a bucket's memory where they came in one part."""
     assembler = Assembler()
     for bucket in buckets:
-        yield from assembler.take(bucket)
+        yield from assembler.unpack(bucket)
     if assembler.missing:
         raise StreamError(f"the stream has ended, and parts of {', '.join(assembler.missing)} are missing.")
 

@@ -198,7 +198,7 @@ class Receiver(Connection):
         while "bucket" in (message := self._next(self._timeout)):
             number, nbytes = message["bucket"], message["bytes"]
             bucket = Bucket.of(number, self._taken(number, nbytes), nbytes, message["parts"])
-            yield from assembler.take(bucket)
+            yield from assembler.unpack(bucket)
             self._answer({"have": number})
         if message.get("end") != assembler.count or message["bytes"] != assembler.nbytes or assembler.missing:
             raise StreamError(

@@ -85,7 +85,7 @@ class Arrivals:
         self._arrived.pop(unit, None)
         self._over.setdefault(unit, set()).update(self._left.pop(unit, set()))
 
-    def take(self, unit: Unit, index: int) -> bool:
+    def count(self, unit: Unit, index: int) -> bool:
         """Count a gradient, by the number of its parameter, or that there is none; return whether it is the first."""
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)

@@ -310,7 +310,7 @@ class Hooks:
     def _gradient_hook(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         weak_self, weak_unit = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
 
-        def take(p: Tensor) -> None:
+        def pass_on(p: Tensor) -> None:
             if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None:
                 if type(p) is nn.Parameter:
                     grad, p.grad = p.grad, None
@@ -318,30 +318,30 @@ class Hooks:
                     with untold():
                         grad, p.grad = GRAD.__get__(p), None
                 if grad is not None:
-                    hooks.take(unit, index, grad.detach())
+                    hooks.pass_on(unit, index, grad.detach())
                 elif hooks._reduces:  # a Function has none for it
-                    hooks.take(unit, index, None)
+                    hooks.pass_on(unit, index, None)
 
-        return take
+        return pass_on
 
     def gradient_hook_of_sources(self, unit: Unit, index: int) -> Callable[[int, Tensor | None], None]:
         """Return what takes a parameter's gradient of a source, or hears that it has none."""
         weak_self, weak_unit = ref(self), ref(unit)
 
-        def take(source: int, grad: Tensor | None) -> None:
+        def pass_on(source: int, grad: Tensor | None) -> None:
             if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None:
-                hooks.take(unit, source * len(unit.layout.slots) + index, None if grad is None else grad.detach())
+                hooks.pass_on(unit, source * len(unit.layout.slots) + index, None if grad is None else grad.detach())
 
-        return take
+        return pass_on
 
-    def take(self, unit: Unit, index: int, grad: Tensor | None) -> None:
-        """Take a gradient as `Reductions.take` does."""
+    def pass_on(self, unit: Unit, index: int, grad: Tensor | None) -> None:
+        """Pass a gradient on to `Reductions.receive`, or to `aside`."""
         if self._task is None and self._fresh[0] and not self._scheduled:
             self._through_root(self._fresh)  # of a loss of inner activations: no output of the root is on its way
         if grad is not None and unit in self._needed_in_backward and unit.weights.state is not State.FULL:
             self.without_weights.add(unit.name)
         if self.aside is None:
-            self._reductions.take(unit, index, grad)
+            self._reductions.receive(unit, index, grad)
         elif grad is not None:
             self.aside(unit, index, grad)
 

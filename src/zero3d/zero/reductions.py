@@ -11,7 +11,7 @@ those before it. At most WINDOW are in flight.
 Shards of which others have copies are summed over these in that order, too, at most WINDOW at a time: each from when
 its reduction in the step's last backward is over, or at the boundary where no such backward was told of. The last
 WINDOW are waited for at the end of that backward. Gradients that come behind it are reduced and summed by themselves,
-and added (gradients.py, Note 4).
+and added (gradient_shards.py, Note 3).
 
 At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
@@ -124,8 +124,8 @@ class Reductions:
         self._completed.clear()
         self._done.clear()
 
-    def take(self, unit: Unit, index: int, grad: torch.Tensor | None) -> None:
-        """Take one parameter's gradient, which autograd has finished; None where there is none.
+    def receive(self, unit: Unit, index: int, grad: torch.Tensor | None) -> None:
+        """Receive one parameter's gradient, which autograd has finished; None where there is none.
 
         index  of the parameter; those of a unit's second source follow those of its first
         """
@@ -141,9 +141,9 @@ class Reductions:
         if grad is not None:
             if unit in self._in_flight:
                 self._finish(unit)
-            unit.gradients.take(index, grad)
+            unit.gradients.hold(index, grad)
         ends_only = self.arrivals.at_module_ends
-        if self.arrivals.take(unit, index) and self.due and not ends_only and self._next_is_not(unit):
+        if self.arrivals.count(unit, index) and self.due and not ends_only and self._next_is_not(unit):
             self._drain()
         if self.due and ends_only and self.arrivals.have_come(unit):
             self._make_room()  # before backward gathers the next unit, as where its reduction began now
@@ -270,7 +270,7 @@ class Reductions:
             for index, p in enumerate(unit.weights.params):
                 if p.grad is not None:
                     grad, p.grad = p.grad, None
-                    self.take(unit, index, grad)
+                    self.receive(unit, index, grad)
 
     @property
     def pending(self) -> bool:

@@ -62,8 +62,8 @@ class GradientHashes:
     def __init__(self) -> None:
         self._sums: dict[Hashed, Tensor] = {}
 
-    def take(self, unit: Unit, index: int, grad: Tensor) -> None:
-        """Look at a gradient that has come."""
+    def add(self, unit: Unit, index: int, grad: Tensor) -> None:
+        """Add the bits of a gradient that has come."""
         self._look((unit, index), grad)
 
     def leaves(self, boundary: Boundary, values: Any) -> None:

@@ -65,7 +65,7 @@ class InStep(Recording):
         other = self._reductions.watch
 
         def watch(*came: Any) -> None:
-            self.hashes.take(*came)
+            self.hashes.add(*came)
             if other is not None:
                 other(*came)
 
@@ -102,7 +102,7 @@ class Again(Recording):
             p = unit.weights.params[index]
             if p.grad is not None:
                 grad, p.grad = p.grad, None
-                self.hashes.take(unit, index, grad)
+                self.hashes.add(unit, index, grad)
 
     def restore(self) -> None:
         """Put the surroundings of before back."""

@@ -223,7 +223,7 @@ class Replay(Feature):
         again, gathers = Again(given, surroundings, self._parameters), self._runtime.gathers
         events, gathers.events = gathers.events, None
         for hooks in self._runtime.hooks:
-            hooks.aside = again.hashes.take
+            hooks.aside = again.hashes.add
         try:
             with self._base.axes.ledger.apart(), nullcontext() if shared is None else shared.apart():
                 if self._last:  # the next step gathers ahead what this one has used

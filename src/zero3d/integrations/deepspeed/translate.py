@@ -78,8 +78,8 @@ class _Reader:
         self.made = Translation()
         self.problems: list[str] = []
 
-    def take(self, key: str, ours: str, change: Callable[[Any], Any] = lambda value: value) -> None:
-        """Take a value, if there is one that is not null."""
+    def carry(self, key: str, ours: str, change: Callable[[Any], Any] = lambda value: value) -> None:
+        """Carry a value over to a key of ours, if there is one that is not null."""
         value = self.given.get(key)
         if value is None:
             return
@@ -106,9 +106,9 @@ class _Reader:
 
 
 def _batch(reader: _Reader) -> None:
-    reader.take("train_batch_size", "train.batch")
-    reader.take("train_micro_batch_size_per_gpu", "train.micro_batch")
-    reader.take("gradient_accumulation_steps", "train.accumulate")
+    reader.carry("train_batch_size", "train.batch")
+    reader.carry("train_micro_batch_size_per_gpu", "train.micro_batch")
+    reader.carry("gradient_accumulation_steps", "train.accumulate")
 
 
 def _precision(reader: _Reader) -> None:
@@ -128,14 +128,14 @@ def _precision(reader: _Reader) -> None:
         return
     scale = reader.given.get("fp16.loss_scale", 0)
     if scale not in (0, None, AUTO):  # a fixed one
-        reader.take("fp16.loss_scale", "loss_scale.initial")
-        reader.take("fp16.loss_scale", "loss_scale.minimum")
+        reader.carry("fp16.loss_scale", "loss_scale.initial")
+        reader.carry("fp16.loss_scale", "loss_scale.minimum")
         reader.put("loss_scale.window", NEVER, "fp16.loss_scale")
         return
-    reader.take("fp16.initial_scale_power", "loss_scale.initial", _power)
-    reader.take("fp16.loss_scale_window", "loss_scale.window")
-    reader.take("fp16.hysteresis", "loss_scale.hysteresis")
-    reader.take("fp16.min_loss_scale", "loss_scale.minimum")
+    reader.carry("fp16.initial_scale_power", "loss_scale.initial", _power)
+    reader.carry("fp16.loss_scale_window", "loss_scale.window")
+    reader.carry("fp16.hysteresis", "loss_scale.hysteresis")
+    reader.carry("fp16.min_loss_scale", "loss_scale.minimum")
 
 
 def _power(value: Any) -> Any:
@@ -148,14 +148,14 @@ def _is_number(value: Any) -> bool:
 
 def _zero(reader: _Reader) -> None:
     if f"{ZERO}.stage" in reader.given:
-        reader.take(f"{ZERO}.stage", "zero.stage")
+        reader.carry(f"{ZERO}.stage", "zero.stage")
     else:
         reader.put("zero.stage", 0, f"{ZERO}.stage", strong=False)
     for name, ours in (("weights", "zero.gather_wire"), ("gradients", "zero.slow_wire")):
         if reader.switch(key := f"{ZERO}.zero_quantized_{name}"):
             reader.put(ours, "int8", key)
     if reader.given.get(key := f"{ZERO}.zero_hpz_partition_size") not in (0, 1):
-        reader.take(key, "zero.second_shard")
+        reader.carry(key, "zero.second_shard")
 
 
 def _offload(reader: _Reader) -> None:
@@ -181,11 +181,11 @@ def _offload(reader: _Reader) -> None:
             reader.put(ours, DEVICES[device], key)
         if device == "nvme" and (folder := reader.given.get(f"{section}.nvme_path")) is not None:
             folders += [folder] if folder not in folders else []
-            reader.take(f"{section}.nvme_path", "offload.directory")
+            reader.carry(f"{section}.nvme_path", "offload.directory")
     if len(folders) > 1:
         reader.problems.append(f"nvme_path is {' and '.join(map(short, folders))}: give one folder.")
     if reader.given.get(f"{OPTIMIZER}.ratio") not in (None, 1, 1.0) and "offload.optimizer" in reader.made.values:
-        reader.take(f"{OPTIMIZER}.ratio", "offload.fraction")
+        reader.carry(f"{OPTIMIZER}.ratio", "offload.fraction")
 
 
 def _optimizer(reader: _Reader) -> None:
@@ -194,7 +194,7 @@ def _optimizer(reader: _Reader) -> None:
     elif reader.given["gradient_clipping"] in (0, None):
         reader.put("optimizer.clip_norm", None, "gradient_clipping")
     else:
-        reader.take("gradient_clipping", "optimizer.clip_norm")
+        reader.carry("gradient_clipping", "optimizer.clip_norm")
     kind = reader.given.get("optimizer.type")
     if kind is None:
         if some := [key for key in reader.given if key.startswith("optimizer.params.")]:
@@ -228,7 +228,7 @@ def _take(reader: _Reader, ours: str, key: str, default: Any) -> None:
     reader.put(ours, default, key, strong=False)
     if reader.given.get(key) == AUTO:
         del reader.made.values[ours]
-    reader.take(key, ours)
+    reader.carry(key, ours)
 
 
 def _muon(reader: _Reader) -> None:
@@ -294,14 +294,14 @@ def _others(reader: _Reader) -> None:
         dtype = reader.given["communication_data_type"]
         reader.put("zero.reduce_dtype", DTYPES.get(short(dtype), dtype), "communication_data_type")
     if reader.given.get("tensor_parallel.autotp_size") not in (None, 0, 1):
-        reader.take("tensor_parallel.autotp_size", "mesh.tp")
+        reader.carry("tensor_parallel.autotp_size", "mesh.tp")
     if reader.given.get("sequence_parallel_size") not in (None, 1):
-        reader.take("sequence_parallel_size", "mesh.sp")
+        reader.carry("sequence_parallel_size", "mesh.sp")
     if reader.given.get("zero_optimization.mics_shard_size") not in (None, -1, 0):
-        reader.take("zero_optimization.mics_shard_size", "mesh.shard")
+        reader.carry("zero_optimization.mics_shard_size", "mesh.shard")
     every = reader.given.get("steps_per_print")
     if every is not None and not (isinstance(every, float) and math.isinf(every)):
-        reader.take("steps_per_print", "log.every")
+        reader.carry("steps_per_print", "log.every")
     if trackers := [name for name in ("tensorboard", "wandb") if reader.switch(f"{name}.enabled")]:
         reader.put("log.to", trackers, " and ".join(f"{name}.enabled" for name in trackers))
     if "wandb" in trackers:
@@ -310,4 +310,4 @@ def _others(reader: _Reader) -> None:
         reader.put("log.project", project if is_named else "deepspeed", "wandb.project", strong=is_named)
     if reader.switch("compile.enabled"):
         reader.put("train.compile", True, "compile.enabled")
-    reader.take("seed", "seed")
+    reader.carry("seed", "seed")

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
+from zero3d.zero.gradient_shards import GradientShard
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.policy import State
+from zero3d.zero.policy import Setting, State
 
 
 class ExactGradients(Gradients):
-    """Owns a unit's gradients; every backward's are a summand, which fills a bucket and is added when it is over.
+    """Owns a unit's gradients; every backward's are a summand, which fills a bucket and is added when it is over."""
+
+    _shard: ExactShard
+
+    def __init__(self, summands: Summands, name: str, layout: UnitLayout, setting: Setting) -> None:
+        self._summands = summands
+        super().__init__(name, layout, setting, ExactShard)
+
+    def fill_up(self) -> None:
+        """Complete the summand, before `reduce`; where the step has several, add it to the sum that is kept here."""
+        kept = self._shard.kept_here
+        if not kept:
+            super().fill_up()
+        elif kept < self._summands.micro_batches:
+            self.close()
+
+    def close(self) -> None:
+        """Add the summand of the backward that has ended to the sum that is kept here."""
+        super().fill_up()
+        self._shard.push_local()
+        self.local.close()
+        self.local.filled.clear()
+        self.state = State.SUMMED
+
+
+class ExactShard(GradientShard):
+    """Owns a shard of the sum of all summands.
 
     every micro-batch   bucket -> all_to_all -> counter of shards -> shard
     every step, M = 1   bucket -> all_to_all -> shard
@@ -25,24 +52,21 @@ class ExactGradients(Gradients):
     is added up behind it, after every reduction, as a part of the tree, too: neighbours' sums are its lower levels.
     """
 
-    def __init__(self, summands: Summands, *given: Any) -> None:
-        self._summands, self._per_step = summands, summands.per_step
-        super().__init__(*given)
-
     def _keep(self) -> None:
-        layout, plan = self._layout, self._setting.plan
-        size, used = (self._room, self._used) if self._per_step else (layout.shard, layout.used_per_shard)
+        layout, local = self._layout, self._local
+        self._per_step = not self.unit_plan.policy.often
+        size, used = (local.elements, local.used) if self._per_step else (layout.shard, layout.used_per_shard)
         self._counter = Counter(self._arena, size, used, self._wide)
         self._alone: Tensor | None = None  # the shard of a step of one micro-batch
         self._most = 0
-        self._provide(plan.policy.summands)
+        self._provide(self.unit_plan.policy.summands)
 
     def _provide(self, micro_batches: int) -> None:
         """Allocate what steps of so many micro-batches need and is not there yet."""
         if micro_batches <= self._most:
             return
         self._most, used = micro_batches, self._layout.used_per_shard
-        self._follow(self._setting.plan.of_steps(micro_batches))
+        self.unit_plan = self.unit_plan.of_steps(micro_batches)
         if self._per_step and self.plan.shard:
             self.shard = self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
             return
@@ -50,7 +74,11 @@ class ExactGradients(Gradients):
             self._arena.free("gradients", self._alone, used)
             self._alone = None
         first = self._counter.grow(self.plan.counters)
-        self.shard = self._setting.slot(self._first(first)) if self._per_step else first
+        self.shard = self._slot(first) if self._per_step else first
+
+    def _slot(self, sums: Tensor) -> Tensor:
+        """Return this rank's slot of a buffer of the whole unit's sums."""
+        return self._setting.slot(self._first_row(sums))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -58,50 +86,31 @@ class ExactGradients(Gradients):
 
     @property
     def whole(self) -> Tensor:
-        return self._first(self._counter.total())
+        return self._first_row(self._counter.total())
 
     @property
-    def differs_on_copies(self) -> bool:
-        """Return False: every reduction sums over copies, too."""
-        return False
+    def kept_here(self) -> int:
+        """Return how many summands of this step this rank has added up, without those of others."""
+        return self._counter.count if self._per_step else 0
 
-    def _open(self) -> None:
-        """Make room for a summand."""
-        self.finish()
-        if self._per_step and self.state is State.REDUCED:
-            raise ConfigError("exact=True: a backward came after the last one of its step. Call engine.step() first.")
-        if self.full is None:
-            self._use(self._arena.borrow("bucket", self._room, self._local))
-        self.state = State.FILLING
-
-    def fill_up(self) -> None:
-        """Complete the summand, before `reduce`; where the step has several, add it to the sum that is kept here."""
-        if not (self._per_step and self._counter.count):
-            super().fill_up()
-        elif self._counter.count < self._summands.micro_batches:
-            self.close()
-
-    def close(self) -> None:
-        """Add the summand of the backward that has ended to the sum that is kept here."""
-        super().fill_up()
-        assert self.full is not None
+    def push_local(self) -> None:
+        """Add a backward's summand to those of this rank."""
+        assert self._local.buffer is not None
         self._provide(max(2, self._counter.count + 1))
-        self._counter.push([self.full])
-        self._drop_bucket()
-        self._filled.clear()
-        self.state = State.SUMMED
+        self._counter.push([self._local.buffer])
+
+    def make_way(self, reduced: bool) -> None:
+        """Raise ConfigError where the step's sum is over."""
+        if self._per_step and reduced:
+            raise ConfigError("exact=True: a backward came after the last one of its step. Call engine.step() first.")
 
     def reduce(self, single: bool) -> None:
-        """Start summing over the dp axis: this backward's summand, or all of the step's. Moves (N-1)/N Psi elements."""
-        source = self._counter.total() if self._per_step and self._counter.count else self.full
+        """Start summing over ranks: this backward's summand, or all of the step's. Moves (N-1)/N Psi elements."""
+        source = self._counter.total() if self.kept_here else self._local.buffer
         assert source is not None
         self._pending = self._setting.comm.all_to_all(self._of_sources(source), self._name, self._sum)
-        self.state = State.REDUCING
 
-    def _of_sources(self, full: Tensor) -> Tensor:
-        rows = self._rows(full)
-        if len(rows) == 1:
-            return full
+    def _add_sources(self, rows: list[Tensor]) -> Tensor:
         self._sum_of_sources = self._arena.borrow("wire", len(rows[0]), self._wide)
         return add_tree(rows, self._sum_of_sources, self._arena)
 
@@ -134,18 +143,18 @@ class ExactGradients(Gradients):
         if self._alone is not None:
             self.shard = add_tree(terms, self._alone, self._arena)
         elif not self._counter.count:
-            self.shard = add_tree(terms, self._setting.slot(self._first(self._counter.open())), self._arena)
+            self.shard = add_tree(terms, self._slot(self._counter.open()), self._arena)
         else:
-            self.shard = self._setting.slot(self._first(self._counter.total()))  # one of the terms
+            self.shard = self._slot(self._counter.total())  # one of the terms
             total = self._arena.borrow("wire", self.shard.numel(), self.shard.dtype)
             self.shard.copy_(add_tree(terms, total, self._arena))
             self._arena.give_back("wire", total)
 
     def complete(self) -> None:
-        self.finish()
         if not self._per_step:
             self.shard = self._counter.total()
 
     def reset(self) -> None:
         super().reset()
+        self._whole_pieces = []  # of a buffer that may not be the next step's
         self._counter.clear()
