@@ -14,6 +14,7 @@ from torch import nn
 from zero3d.activations.compilation import compile_blocks, compile_options
 from zero3d.blueprint.layout import GROUP, UnitLayout
 from zero3d.blueprint.policy import Group, Policy, Ranks
+from zero3d.blueprint.state_spans import Updated
 from zero3d.blueprint.unit import Kind, UnitPlan, decide
 from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.collectives import Comm
@@ -184,6 +185,10 @@ class Foundation:
     def plan(self, spec: UnitSpec) -> UnitPlan:
         """Return what a unit is."""
         return decide(Kind(dtype_of(spec.dtype), spec.trainable, spec.experts), self.policy, self.ranks)
+
+    def updated(self, spec: UnitSpec, layout: UnitLayout) -> Updated:
+        """Return what this rank updates of a unit."""
+        return Updated.of(layout, self.axes.shard(spec.experts).rank if self.policy.row.shards_optimizer else None)
 
 
 def _share_sequences(
