@@ -8,14 +8,16 @@ from fractions import Fraction
 import pytest
 from blueprints import unit_plan
 
-from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width, states_of
+from zero3d.account.optimizers import CODE, OptimizerBytes, state_width, states_by_slot, states_of
 from zero3d.account.states import NOTHING, Held, StateBytes, per_parameter, unit_bytes
 from zero3d.account.traffic import Moved
 from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.state_spans import Span
+from zero3d.blueprint.policy import Policy
+from zero3d.blueprint.state_spans import Span, Updated
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import TIERS
 
 
@@ -23,7 +25,8 @@ from zero3d.spec.tiers import TIERS
     (2, 4, False, 4), (2, 4, True, 2), (4, 4, False, 0), (4, 4, True, 0), (8, 8, False, 0), (4, 8, False, 8),
 ])  # fmt: skip
 def test_a_master_is_stored_whole_as_a_remainder_or_not_at_all(weight, wide, splits, stored):
-    assert master_width(weight, wide, splits) == stored
+    policy = Policy.of(Spec(precision="fp64" if wide == 8 else "bf16"))._replace(splits=splits)
+    assert policy.stored(weight) == stored
 
 
 def test_a_state_is_as_wide_as_a_master_unless_it_is_rounded_or_coded():
@@ -37,8 +40,9 @@ MATRIX = {1}
 
 
 def bytes_of(optimizer):
-    spans = state_spans(optimizer, LAYOUT.whole_pieces(), MATRIX, LAYOUT.total, LAYOUT.numel)
-    return OptimizerBytes.of(4, [(span, 4) for span in spans], LAYOUT.total), segments(optimizer, spans, LAYOUT.total)
+    updated, has = Updated.of(LAYOUT, None), states_by_slot(optimizer, MATRIX)
+    cuts = [(stop - start, len(names)) for start, stop, names in updated.segments(has)]
+    return OptimizerBytes.of(4, [(span, 4) for span in updated.spans(has).values()], LAYOUT.total), cuts
 
 
 def test_adamw_has_two_states_of_all_and_muon_two_of_the_norm_and_one_of_the_matrix():
@@ -59,15 +63,16 @@ def test_a_matrix_has_one_state_with_muon_and_all_else_has_two():
 
 def test_a_shard_of_padding_has_no_states_but_room_for_all_of_them_in_a_record():
     for optimizer, states in (("adamw", 2), ("muon", 3)):
-        assert state_spans(optimizer, [], MATRIX, 64, 8) == []
-        assert segments(optimizer, [], 64) == [(64, states)]
-        assert len(OPTIMIZERS[optimizer].states) == states
+        padding, has = Updated(64, 8, []), states_by_slot(optimizer, MATRIX)
+        assert padding.spans(has) == {}
+        assert padding.segments(has) == [(0, 64, list(OPTIMIZERS[optimizer].states))]
+        assert len(has) == states
 
 
 def test_states_whose_parameters_are_mixed_have_room_in_all_elements():
     mixed = UnitLayout([("norm", (256,), 0), ("matrix", (16, 32), 1), ("bias", (256,), 0)], 1)
-    spans = state_spans("muon", mixed.whole_pieces(), MATRIX, mixed.total, mixed.numel)
-    assert spans == [Span(0, mixed.total, mixed.numel)] * 3
+    spans = Updated.of(mixed, None).spans(states_by_slot("muon", MATRIX))
+    assert list(spans.values()) == [Span(0, mixed.total, mixed.numel)] * 3
 
 
 def test_each_source_of_an_experts_gradients_costs_what_a_rank_keeps_whole():

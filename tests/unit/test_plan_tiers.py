@@ -7,10 +7,10 @@ import pytest
 import yaml
 from by_hand import BLOCK, DOWN, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 
+from zero3d.blueprint.places import UnitStates, placed_records
 from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.offload.placement import UnitStates, placed_records
 from zero3d.offload.rounding import TILE
 from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page

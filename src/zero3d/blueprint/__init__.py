@@ -5,5 +5,6 @@ stages       the stage table, and what it allows
 policy       settings in which nothing is open any more, and the ranks that units are shared out among
 unit         what a unit is: what of it is kept, what comes and goes, what travels and in which dtype
 units        which units there are, their names, and the layout of each
-state_spans  where which optimizer states lie in what a rank updates
+state_spans  what a rank updates, and where which optimizer states lie in it
+places       which records of model states leave the device, and how long they are
 """

@@ -22,6 +22,8 @@ from zero3d.spec.offload import Offload
 from zero3d.spec.sections import Spec
 from zero3d.spec.zero import SAME, Zero
 
+REMAINDER = 2  # bytes of a split master beside its bf16 weight
+
 
 class Group(NamedTuple):
     """Ranks that something is cut over, or summed over, and how they do that (distributed/choice.py)."""
@@ -93,6 +95,11 @@ class Policy(NamedTuple):
     def gathers(self) -> bool:
         """Return whether weights are gathered for each of their uses: they come and go."""
         return self.row.shards_parameters and self.release != "every_step"
+
+    def stored(self, weight: int) -> int:
+        """Return the bytes per parameter that are stored of masters beside weights of `weight` bytes."""
+        wide = self.master.itemsize
+        return 0 if weight == wide else REMAINDER if self.splits else wide
 
     @property
     def often(self) -> bool:

@@ -10,11 +10,14 @@ out one by one with their biases, all elements have room for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
-from zero3d.blueprint.layout import Piece
+from zero3d.blueprint.layout import Piece, UnitLayout
+
+Has = Callable[[int], bool]  # whether the slot of this number has a state
 
 
 class Span(NamedTuple):
@@ -25,7 +28,7 @@ class Span(NamedTuple):
     used: Fraction | int
 
 
-def span_of(pieces: Sequence[Piece], has: Callable[[int], bool], elements: int, used: Fraction | int) -> Span | None:
+def span_of(pieces: Sequence[Piece], has: Has, elements: int, used: Fraction | int) -> Span | None:
     """Return the span of a state; None where no parameter has it.
 
     pieces    of parameters, among so many elements
@@ -43,5 +46,43 @@ def span_of(pieces: Sequence[Piece], has: Callable[[int], bool], elements: int, 
     return Span(0, elements, used)
 
 
-def _numel(pieces: Sequence[Piece], of: Callable[[int], bool]) -> int:
+class Updated(NamedTuple):
+    """What a rank updates of a unit: so many elements of its storage, padding among them.
+
+    used    parameters that these stand for
+    pieces  of parameters that lie among them; none of a shard that is padding
+    """
+
+    elements: int
+    used: Fraction | int
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def of(cls, layout: UnitLayout, rank: int | None) -> Updated:
+        """Return what is updated of a unit. rank: among those that it is cut over; None where each updates all."""
+        if rank is None:
+            return cls(layout.total, layout.numel, layout.whole_pieces())
+        return cls(layout.shard, layout.used_per_shard, layout.pieces(rank))
+
+    def spans(self, states: Mapping[str, Has]) -> dict[str, Span]:
+        """Return where each state is, without those that no parameter has."""
+        spans = {name: span_of(self.pieces, has, self.elements, self.used) for name, has in states.items()}
+        return {name: span for name, span in spans.items() if span is not None}
+
+    def segments(self, states: Mapping[str, Has]) -> Segments:
+        """Cut the elements where the states that they have differ; padding has room for all of them."""
+        if not self.pieces:
+            return [(0, self.elements, list(states))]
+        spans = self.spans(states)
+        cuts = sorted({0, self.elements, *(cut for span in spans.values() for cut in (span.start, span.stop))})
+        return [
+            (start, stop, [name for name, span in spans.items() if span.start <= start < span.stop])
+            for start, stop in pairwise(cuts)
+        ]
+
+
+Segments = list[tuple[int, int, list[str]]]  # start, stop and names of states
+
+
+def _numel(pieces: Sequence[Piece], of: Has) -> int:
     return sum(piece.stop - piece.start for piece in pieces if of(piece.slot))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero3d.account.optimizers import OptimizerBytes, master_width, state_width
+from zero3d.account.optimizers import OptimizerBytes, state_width
 from zero3d.account.states import NO_BYTES, Held, unit_bytes
 from zero3d.account.transients import coded_messages, record_scratch, ring_bytes, whole_units
 from zero3d.blueprint.stages import WINDOW
@@ -117,7 +117,7 @@ def decide_executor(
     else:
         wide = policy.master.itemsize
         moments = states // wide * state_width(wide, offload.moments)
-        width = master_width(base.resolved.precision.dtype.itemsize, wide, policy.splits) + moments
+        width = policy.stored(base.resolved.precision.dtype.itemsize) + moments
         if TIERS[offload.optimizer].slots > 1:  # a restart from them has the same kernels, whatever else runs by then
             choice = choose_executor(width * MANY, MANY, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
         else:
@@ -170,23 +170,18 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
 
 def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds) -> tuple[Held, int]:
     """Return what this rank holds of a unit, and the bytes of its longest record."""
-    policy, layout = base.policy, base.layout(spec)
+    layout = base.layout(spec)
     if not spec.trainable:
         return unit_bytes(plan, layout, OptimizerBytes(0)), 0
-    whole = not policy.row.shards_optimizer
-    pieces = layout.whole_pieces() if whole else layout.pieces(base.axes.shard(spec.experts).rank)
-    elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
-    rounded = base.options.offload.moments
-    widths = {name: state_width(dtype.itemsize, rounded) for name, dtype in kinds.states.items()}
-    spans = {name: kinds.span(name, layout, pieces, elements, used) for name in widths}
-    master = master_width(spec.dtype.itemsize, policy.master.itemsize, policy.splits)
-    states = [(span, widths[name]) for name, span in spans.items() if span is not None]
-    bucket = update_bucket(base.axes.arena.device.type)
+    updated, has = base.updated(spec, layout), kinds.by_slot(layout)
+    widths, master = kinds.widths(base.options.offload.moments), base.policy.stored(spec.dtype.itemsize)
+    states = [(span, widths[name]) for name, span in updated.spans(has).items()]
+    most = min(update_bucket(base.axes.arena.device.type), ceil(updated.used))
     record = max(
-        (master + sum(widths[name] for name in names)) * min(stop - start, bucket, ceil(used))
-        for start, stop, names in kinds.segments(layout, pieces, elements)
+        (master + sum(widths[name] for name in names)) * min(stop - start, most)
+        for start, stop, names in updated.segments(has)
     )
-    return unit_bytes(plan, layout, OptimizerBytes.of(master, states, elements)), record
+    return unit_bytes(plan, layout, OptimizerBytes.of(master, states, updated.elements)), record
 
 
 def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 from zero3d.activations.compilation import compile_blocks, compile_options
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.policy import Group, Policy, Ranks
+from zero3d.blueprint.state_spans import Updated
 from zero3d.blueprint.unit import UnitPlan, decide
 from zero3d.blueprint.units import lay_out
 from zero3d.distributed.collectives import Comm
@@ -188,6 +189,10 @@ class Foundation:
         groups, owner = self.resolved.groups, self.partition.full_model.owner
         parameters = [(name, tuple(p.shape), groups.group_of.get(owner(name), 0)) for name, p in spec.params.items()]
         return lay_out(parameters, spec.kind, self.policy, self.ranks, groups.block)
+
+    def updated(self, spec: UnitSpec, layout: UnitLayout) -> Updated:
+        """Return what this rank updates of a unit."""
+        return Updated.of(layout, self.axes.shard(spec.experts).rank if self.policy.row.shards_optimizer else None)
 
 
 def _share_sequences(

@@ -48,10 +48,7 @@ def open_tiers(
 
 def placement(base: Foundation, kinds: StateKinds) -> Placement:
     """Return what says where this rank's records are."""
-    axes = base.axes
-    return Placement(
-        base.options.offload, base.policy, kinds, lambda spec: axes.shard(spec.experts).rank, axes.arena.device.type
-    )
+    return Placement(base.options.offload, kinds, base.plan, base.updated, base.axes.arena.device.type)
 
 
 def _executor(base: Foundation, kinds: StateKinds, measure: Callable[[], MeasuredRates]) -> ExecutorChoice:

@@ -19,11 +19,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.places import FROZEN
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.offload import commit_file
 from zero3d.offload.disk_slab import DiskSlab
-from zero3d.offload.placement import FROZEN
 from zero3d.offload.record_file import RecordFile
 from zero3d.offload.records import Record
 from zero3d.offload.ring import Buffer, Ring, copy_bytes

@@ -1,4 +1,4 @@
-"""The records of an engine's units: what is in each, and where placement.py puts it.
+"""The records of an engine's units: what is in each, and where blueprint/places.py puts it.
 
 unit's layout -> buckets of what this rank updates -> fields of a bucket's record -> place -> bytes
 """
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from zero3d.account.optimizers import cut_by_states, master_width
-from zero3d.blueprint.layout import Piece, UnitLayout
+from zero3d.account.optimizers import state_width
+from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.places import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS, PlacedRecord, UnitStates, placed_records
 from zero3d.blueprint.policy import Policy
-from zero3d.blueprint.state_spans import Span, span_of
+from zero3d.blueprint.state_spans import Has, Segments, Updated
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
-from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS, PlacedRecord, UnitStates, placed_records
 from zero3d.offload.records import Record
 from zero3d.precision import dtype_name, torch_dtype
 from zero3d.spec.offload import Offload
@@ -31,7 +32,6 @@ from zero3d.zero.param_groups import OptimizerChoice
 from zero3d.zero.updates import frozen_options
 
 WORDS = {OPTIMIZER: "optimizer states", PARAMETERS: "parameters", FROZEN: "frozen parameters", GRADIENTS: "gradients"}
-Segments = list[tuple[int, int, list[str]]]  # ranges of what a rank updates of a unit, and names of their states
 CATEGORY = {OPTIMIZER: "optimizer", PARAMETERS: "parameters", FROZEN: "parameters", GRADIENTS: "gradients"}
 
 
@@ -51,7 +51,7 @@ class StateRecord:
 
     @property
     def kind(self) -> str:
-        """Return what the record is of: optimizer, parameters, frozen or gradients (placement.py)."""
+        """Return what the record is of: optimizer, parameters, frozen or gradients (blueprint/places.py)."""
         return self.placed.kind
 
     @property
@@ -115,22 +115,17 @@ class StateKinds:
         fused = all(bool(group.get("fused")) for group in optimizer.param_groups)
         return cls(type(optimizer), fused, states, list(map(frozenset, of_groups)))
 
-    def span(
-        self, name: str, layout: UnitLayout, pieces: Sequence[Piece], elements: int, used: Fraction | int
-    ) -> Span | None:
-        """Return where a state is in what a rank updates of a unit, pieces among so many elements; None for nowhere.
+    def by_slot(self, layout: UnitLayout) -> dict[str, Has]:
+        """Return each state by name, with the slots of a unit that have it."""
 
-        used  parameters that all elements stand for
-        """
-        return span_of(pieces, lambda slot: name in self.groups[layout.slots[slot].group], elements, used)
+        def has(name: str) -> Has:
+            return lambda slot: name in self.groups[layout.slots[slot].group]
 
-    def segments(self, layout: UnitLayout, pieces: Sequence[Piece], elements: int) -> Segments:
-        """Cut what a rank updates of a unit, pieces among so many elements, where their states differ."""
-        if not pieces:  # padding has room for all of them
-            return [(0, elements, list(self.states))]
+        return {name: has(name) for name in self.states}
 
-        spans = {name: self.span(name, layout, pieces, elements, 0) for name in self.states}
-        return cut_by_states({name: span for name, span in spans.items() if span is not None}, elements)
+    def widths(self, moments: str) -> dict[str, int]:
+        """Return the bytes of an element of each state. moments: the dtype in which records have them."""
+        return {name: state_width(dtype.itemsize, moments) for name, dtype in self.states.items()}
 
     @property
     def described(self) -> str:
@@ -149,28 +144,37 @@ class StateKinds:
 class Placement:
     """What says where a rank's records are.
 
-    rank_of  this rank's number among those that a unit is cut over
+    plan     what each unit is
+    updated  what this rank updates of each, by its layout
     device   type of the device, whose buckets records are cut by
     """
 
     offload: Offload
-    policy: Policy
     kinds: StateKinds
-    rank_of: Callable[[UnitSpec], int]
+    plan: Callable[[UnitSpec], UnitPlan]
+    updated: Callable[[UnitSpec, UnitLayout], Updated]
     device: str
 
     def records(self, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]) -> Iterator[StateRecord]:
         """Yield all records of units: of optimizer states in forward order, then of weights, then of gradients."""
-        segments = [self._segments(spec, layouts[spec.name]) if spec.trainable else [] for spec in specs]
-        units = [self._states(spec, layouts[spec.name], own) for spec, own in zip(specs, segments, strict=True)]
+        plans, segments, units = list[UnitPlan](), list[Segments](), list[UnitStates]()
+        widths = self.kinds.widths(self.offload.moments)
+        for spec in specs:
+            layout, plan = layouts[spec.name], self.plan(spec)
+            updated = self.updated(spec, layout)
+            cuts = updated.segments(self.kinds.by_slot(layout)) if spec.trainable else []
+            units.append(UnitStates.of(plan, updated.elements, cuts, widths))
+            plans.append(plan)
+            segments.append(cuts)
         for placed in placed_records(units, self.offload, update_bucket(self.device)):
-            spec, layout = specs[placed.unit], layouts[specs[placed.unit].name]
+            spec, policy = specs[placed.unit], plans[placed.unit].policy
+            layout = layouts[spec.name]
             if placed.kind == OPTIMIZER:
                 names = next(names for start, stop, names in segments[placed.unit] if start <= placed.start < stop)
-                fields = self._fields(spec, placed.place, names)
+                fields = self._fields(spec, policy, placed.place, names)
                 name = f"{spec.name}[{placed.start}:{placed.start + placed.elements}]"
             elif placed.kind == GRADIENTS:
-                fields, name = {"gradients": self._gradient}, f"{spec.name} gradients"
+                fields, name = {"gradients": torch_dtype(policy.held)}, f"{spec.name} gradients"
             else:
                 fields, name = {WEIGHTS: spec.dtype}, f"{spec.name} weights"
             record = Record(name, tuple((dtype, placed.elements) for dtype in fields.values()))
@@ -178,31 +182,14 @@ class Placement:
             used = Fraction(layout.numel, layout.total)
             yield StateRecord(spec.name, record, placed, used, tuple(fields))
 
-    @property
-    def _gradient(self) -> torch.dtype:
-        """The dtype in which reduced gradients wait."""
-        return torch_dtype(self.policy.held)
-
-    def _segments(self, spec: UnitSpec, layout: UnitLayout) -> Segments:
-        sharded = self.policy.row.shards_optimizer
-        pieces = layout.pieces(self.rank_of(spec)) if sharded else layout.whole_pieces()
-        return self.kinds.segments(layout, pieces, layout.shard if sharded else layout.total)
-
-    def _states(self, spec: UnitSpec, layout: UnitLayout, segments: Segments) -> UnitStates:
-        """Return what this rank updates of a unit, in bytes."""
-        wide = self.policy.master
-        master = master_width(spec.dtype.itemsize, wide.itemsize, self.policy.splits)
-        states = [(end - begin, sum(self._dtype(name).itemsize for name in names)) for begin, end, names in segments]
-        return UnitStates(layout.shard, spec.dtype.itemsize, master, states, self._gradient.itemsize, spec.trainable)
-
-    def _fields(self, spec: UnitSpec, place: str, states: Sequence[str]) -> dict[str, torch.dtype]:
+    def _fields(self, spec: UnitSpec, policy: Policy, place: str, states: Sequence[str]) -> dict[str, torch.dtype]:
         """Return the dtypes of a bucket's fields by name: 16-bit ones first, so that all are aligned."""
         fields: dict[str, torch.dtype] = {}
-        if spec.dtype != torch_dtype(self.policy.master):
-            split = self.policy.splits
+        if spec.dtype != torch_dtype(policy.master):
+            split = policy.splits
             if split and place in TIERS and TIERS[place].whole and self.offload.params == "none":
                 fields[WEIGHTS] = spec.dtype
-            fields[MASTER] = REMAINDER if split else torch_dtype(self.policy.master)
+            fields[MASTER] = REMAINDER if split else torch_dtype(policy.master)
         return fields | {name: self._dtype(name) for name in self.kinds.states if name in states}
 
     def _dtype(self, state: str) -> torch.dtype:

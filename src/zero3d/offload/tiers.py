@@ -1,6 +1,6 @@
 """The tiers of an engine: memory, files and rings for the records that leave the device.
 
-    records  of optimizer states, one a bucket; of shards of weights; of gradients      states.py, placement.py
+    records  of optimizer states, one a bucket; of shards of weights; of gradients      states.py, blueprint/places.py
       -> budget   host bytes of this rank, refused with the arithmetic before any are taken   memory/budget.py
       -> slab     one mapping of the host: its own records, and buffers of all                host_slab.py
       -> tiers    each that a record is in, opened by what its row names (spec/tiers.py)      host_tier.py, disk_tier.py
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.places import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
@@ -36,7 +37,6 @@ from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor, OnHost, StagedGradients
 from zero3d.offload.host_adam import HostExecutor, scratch_bytes
 from zero3d.offload.host_slab import HostSlab
-from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
 from zero3d.offload.rates import measure_rates
 from zero3d.offload.records import Record
 from zero3d.offload.ring import ring_buffers

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from zero3d.blueprint.layout import ALIGN, GROUP, Piece, Shape, UnitLayout
+from zero3d.blueprint.layout import ALIGN, GROUP, Shape, UnitLayout
 from zero3d.blueprint.unit import Kind, UnitPlan, decide
 from zero3d.blueprint.units import FoundUnit, Member, group_parameters, lay_out
 from zero3d.errors import ConfigError
@@ -70,12 +70,6 @@ class RankUnit(NamedTuple):
     def plan(self, plan: ParallelPlan) -> UnitPlan:
         """Return what the unit is under a plan."""
         return decide(self.kind, policy_of(plan), ranks_of(plan))
-
-    def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
-        """Return the pieces of parameters that a rank updates; none where its shard is padding."""
-        if plan.zero.stage == 0:
-            return self.layout.whole_pieces()
-        return self.layout.pieces(self.layout.rank_of(dp_rank))
 
 
 def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:

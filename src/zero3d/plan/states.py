@@ -5,7 +5,7 @@ Bytes of each unit are account/states.py's, of its optimizer states account/opti
 A rank whose shard of a unit is all padding has the master of it, but no m and v, nor an average of weights (ema), which
 is as wide as one of these.
 
-Where states leave the device, optimizer states are records at every place (`offload.placement`), m and v of padding
+Where states leave the device, optimizer states are records at every place (`blueprint.places`), m and v of padding
 among them, and weights off the device are. What records take beyond parameters is padding, too: whole blocks off the
 device, and each as often as its tier has slots of it: on a disk two.
 """
@@ -18,14 +18,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
+from zero3d.account.optimizers import CODE, OptimizerBytes, state_width, states_by_slot
 from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
 from zero3d.blueprint.layout import ROOT
-from zero3d.blueprint.state_spans import Span
+from zero3d.blueprint.places import UnitStates, placed_records
+from zero3d.blueprint.state_spans import Has, Span, Updated
 from zero3d.distributed.choice import choose_algorithm
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
-from zero3d.offload.placement import UnitStates, placed_records
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.decided import node_of, policy_of
 from zero3d.plan.rank_model import RankUnit, rank_model
@@ -187,35 +187,25 @@ def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) 
     if unit.trainable and not tiers.states:
         wide = policy_of(plan).master.itemsize
         width = CODE if OPTIMIZERS[plan.optimizer].coded else wide
-        elements, spans = updated(unit, plan, dp_rank)
-        states = [(span, width) for span in spans]
-        if spans:
-            states += [(Span(0, elements, unit.layout.numel), wide)] * plan.averages
-        optimizer = OptimizerBytes.of(master_bytes(unit, plan), states, elements)
+        updated, has = _updated(unit, plan, dp_rank)
+        states = [(span, width) for span in updated.spans(has).values()]
+        if states:
+            states += [(Span(0, updated.elements, unit.layout.numel), wide)] * plan.averages
+        optimizer = OptimizerBytes.of(policy_of(plan).stored(unit.itemsize), states, updated.elements)
     return unit_bytes(unit.plan(plan), unit.layout, optimizer)
 
 
-def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list[Span]]:
-    """Return how many elements of a unit a rank updates, and where among them each optimizer state is."""
-    layout, whole = unit.layout, plan.zero.stage == 0
-    elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
-    matrices = {number for number, _ in unit.forms}
-    return elements, state_spans(plan.optimizer, unit.pieces(plan, dp_rank), matrices, elements, used)
+def _updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[Updated, dict[str, Has]]:
+    """Return what a rank updates of a unit, and which slots have each optimizer state."""
+    rank = unit.layout.rank_of(dp_rank) if policy_of(plan).row.shards_optimizer else None
+    return Updated.of(unit.layout, rank), states_by_slot(plan.optimizer, {number for number, _ in unit.forms})
 
 
 def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) -> UnitStates:
     """Return what a rank updates of a unit, and the widths of its records."""
-    policy = policy_of(plan)
-    moment = state_width(policy.master.itemsize, tiers.moments)
-    elements, spans = updated(unit, plan, dp_rank)
-    states = tuple((size, count * moment) for size, count in segments(plan.optimizer, spans, elements))
-    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, policy.held.itemsize, unit.trainable)
-
-
-def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
-    """Return the bytes per parameter of what is stored of masters beside the weights."""
-    policy = policy_of(plan)
-    return master_width(unit.itemsize, policy.master.itemsize, policy.splits)
+    updated, has = _updated(unit, plan, dp_rank)
+    widths = dict.fromkeys(has, state_width(policy_of(plan).master.itemsize, tiers.moments))
+    return UnitStates.of(unit.plan(plan), updated.elements, updated.segments(has), widths)
 
 
 def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:

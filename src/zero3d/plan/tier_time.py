@@ -17,10 +17,11 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from zero3d.account.optimizers import master_width, state_width, states_of
+from zero3d.account.optimizers import state_width, states_of
 from zero3d.account.states import WIDTHS
+from zero3d.blueprint.places import record_widths
 from zero3d.offload.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
-from zero3d.offload.placement import record_widths
+from zero3d.plan.decided import policy_of
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS
@@ -48,7 +49,7 @@ class Rates(NamedTuple):
 def record_width(plan: ParallelPlan, place: str) -> int:
     """Return the bytes of a parameter in a record of optimizer states: of a matrix, as most of them are."""
     weight, wide, _ = WIDTHS[plan.precision]
-    master = master_width(weight, wide, plan.zero.master == "split")
+    master = policy_of(plan).stored(weight)
     states = states_of(plan.optimizer, matrix=True) * state_width(wide, plan.offload.moments)
     widths = record_widths(weight, master, states, place)
     return widths.total - (widths.weight if plan.offload.params != "none" else 0)

@@ -1,7 +1,7 @@
 """Has a row for each tier: where states may be kept while the device does not need them. No torch.
 
     what may be kept there   choices of the section `offload` (offload.py), what they ask for (rules.py)
-    what a record takes      slots, whole states, blocks (offload/placement.py)
+    what a record takes      slots, whole states, blocks (blueprint/places.py)
     how it is used           opened by `call`; where it is, or through buffers (offload/tiers.py)
     where it counts          memory of the host, or a tier's own (memory/budget.py, plan/memory.py)
     how fast and how large   a cluster's figures (plan/spec.py), for seconds of a step and plans that fit

@@ -14,10 +14,12 @@ A unit's share of states on a rank is cut into buckets; each bucket's states are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zero3d.account.optimizers import REMAINDER
+from zero3d.blueprint.policy import REMAINDER
+from zero3d.blueprint.state_spans import Segments
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.memory.blocks import padded
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import DEVICE, TIERS
@@ -88,6 +90,16 @@ class UnitStates(NamedTuple):
     states: Sequence[tuple[int, int]]
     gradient: int = 4
     trainable: bool = True
+
+    @classmethod
+    def of(cls, unit: UnitPlan, elements: int, segments: Segments, widths: Mapping[str, int]) -> UnitStates:
+        """Return what is updated of a unit: so many elements, cut where their states differ.
+
+        widths  bytes of an element of each state
+        """
+        kind, policy, weight = unit.kind, unit.policy, unit.kind.dtype.itemsize
+        states = [(stop - start, sum(widths[name] for name in names)) for start, stop, names in segments]
+        return cls(elements, weight, policy.stored(weight), states, policy.held.itemsize, kind.trainable)
 
 
 class PlacedRecord(NamedTuple):
