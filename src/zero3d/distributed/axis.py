@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -66,8 +66,10 @@ class Axis:
     heartbeat where this rank says what it waits for; None where nobody is told
     log       what this rank has begun on it; None where nobody compares that
     watch     compares it with what the others have begun, when nothing moves
+    silent    calls are left out, and there is nothing to wait for: of a dry run's axes without groups
     """
 
+    silent: ClassVar[bool] = False
     name: str
     rank: int
     size: int
@@ -255,6 +257,8 @@ class Call(NamedTuple):
         All that guards a call is in this one frame: a step makes several hundred.
         """
         axis, op, unit, number = self.axis, self.op, self.unit, self.number
+        if axis.silent:
+            return Pending()
         heartbeat, begun = axis.heartbeat, time.monotonic()
         if heartbeat is not None:
             heartbeat.enter(axis.name, op, unit, number, peer)

@@ -104,7 +104,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     if (
         plan.dp > 1
         and not plan.zero.exact
-        and _travels(now) != _travels(plan.replace(reduce_scatter=way))
+        and _travels(now) != _travels(now.replace(reduce_scatter=way))
         and plan.precision in ("bf16", "fp16")
     ):
         yield {"zero.reduce_scatter": way}
