@@ -89,10 +89,11 @@ def reduction_of(unit: UnitPlan, adds: bool) -> Reduction:
     """Return how the gradients of a trained unit travel. adds: to what the shard has already."""
     assert unit.gradients is not None
     plan, exact, ranks = unit.gradients, unit.policy.exact, unit.cut
+    leaves = unit.policy.master if unit.sources > 1 else plan.local  # those of several sources are summed first
     return Reduction(
         ranks.slots,
         plan.travels.itemsize,
-        casts=not exact and plan.travels != plan.local,
+        casts=not exact and plan.travels != leaves,
         terms=exact or ranks.sends_terms(plan.travels),
         lands=plan.travels == unit.policy.master and not adds,
     )
