@@ -48,7 +48,10 @@ class GradientShard(ABC):
     """
 
     def __init__(self, name: str, layout: UnitLayout, setting: Setting, local: LocalGradients) -> None:
-        self._name, self._layout, self._setting, self._local = name, layout, setting, local
+        self._name = name
+        self._layout = layout
+        self._setting = setting
+        self._local = local
         self._arena, self._wide = setting.arena, setting.wide
         self.unit_plan = setting.plan
         self._shard: Tensor
@@ -369,7 +372,9 @@ class HostShard:
 
     def __init__(self, shard: Tensor, setting: Setting) -> None:
         assert setting.to_host is not None
-        self.shard, self._arena, self._to_host = shard, setting.arena, setting.to_host
+        self.shard = shard
+        self._arena = setting.arena
+        self._to_host = setting.to_host
         self._incoming: Tensor | None = None
         self._crossing: Tensor | None = None
 

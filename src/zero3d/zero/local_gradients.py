@@ -32,7 +32,8 @@ class LocalGradients:
 
     def __init__(self, layout: UnitLayout, setting: Setting) -> None:
         assert setting.plan.gradients is not None
-        self._layout, self._arena, self._wide = layout, setting.arena, setting.wide
+        self._layout = layout
+        self._arena, self._wide = setting.arena, setting.wide
         self._plan = setting.plan.gradients
         self.elements, self.used = layout.total * setting.sources, layout.numel * setting.sources
         self.buffer: Tensor | None = None
