@@ -15,6 +15,7 @@ from zero3d.config.kinds import KINDS, NULLS, convert, describe_value, number_me
 from zero3d.config.sections import Config
 from zero3d.config.sources import Refused
 from zero3d.spec.bits import Bits
+from zero3d.spec.declaring import Advice
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
 
@@ -34,8 +35,9 @@ class Key:
     above: float | None
     below: float | None
     axis: str
-    in_plan: bool | str  # `spec.declaring.key`, and the next one
+    in_plan: bool | str  # `spec.declaring.key`, and the next two
     said: str
+    advice: Advice
 
     @property
     def wants(self) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero3d.spec.bits import FACTS
-from zero3d.spec.declaring import key
+from zero3d.spec.declaring import Advice, key
 
 SAME = "same"
 NODE = "node"  # of second_shard: the ranks of a host
+ROUNDS = Advice(rounds=True)
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 
 
@@ -23,7 +24,9 @@ class Zero:
         least=0,
         most=3,
     )
-    reduce_dtype: str = key("fp32", "dtype in which gradients are reduced", bits=FACTS["wire"], choices=PRECISIONS)
+    reduce_dtype: str = key(
+        "fp32", "dtype in which gradients are reduced", bits=FACTS["wire"], choices=PRECISIONS, advice=ROUNDS
+    )
     release: str = key(
         "auto", "when gathered parameters are released", bits=None, choices=("auto", "every_use", "every_step")
     )
@@ -36,6 +39,7 @@ class Zero:
         "the backend; auto: all-to-all if it sends no more bytes between hosts",
         bits=FACTS["algorithm"],
         choices=("auto", "native", "all-to-all"),
+        advice=ROUNDS,
     )
     master: str = key(
         "fp32",
@@ -58,6 +62,9 @@ class Zero:
         bits="weights are rounded differently on their way",
         choices=("same", "int8"),
         said="{} gathers",
+        advice=Advice(
+            "int8", lambda plan: plan.dp > 1 and plan.zero.stage == 3 and plan.zero.release != "every_step", rounds=True
+        ),
     )
     second_shard: int | str | None = key(
         None,
@@ -73,6 +80,12 @@ class Zero:
         "int4); sums are computed in fp32, and are equal on all ranks",
         bits="sums of gradients are rounded differently between copies of shards",
         choices=(SAME, "bf16", "int8", "int4"),
+        advice=Advice(
+            "int8",
+            lambda plan: plan.shard < plan.dp and not plan.zero.exact,
+            rounds=True,
+            reset={"zero.slow_rounding": "nearest"},
+        ),
     )
     slow_rounding: str = key(
         "nearest",
