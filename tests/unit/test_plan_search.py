@@ -20,6 +20,7 @@ from zero3d.plan.search import (
     ACTIVATIONS,
     LONG,
     PIPELINES,
+    Row,
     Target,
     divisors,
     resized,
@@ -257,6 +258,33 @@ def test_what_if_turns_one_knob_at_a_time():
         name = words.get(key, key).rpartition(".")[2]
         assert changed in ([name], ["micro_batch", "accumulate"])
         assert isclose(knob.memory, price(MODEL, A100, knob.plan).memory.allocated - row.estimate.memory.allocated)
+
+
+DECLARED = {  # keys whose declarations say what is tried
+    "zero.gather_wire": "int8", "zero.slow_wire": "int8", "offload.moments": "bf16", "offload.gradient_dtype": "bf16",
+}  # fmt: skip
+
+
+def turned(**settings):
+    """What is tried of these keys in such a plan."""
+    plan = ParallelPlan(dp=16, **settings)
+    knobs = what_if(Row(plan, price(MODEL, A100, plan)), MODEL, A100, price)
+    changes = dict(knob.change.split(": ") for knob in knobs)
+    return {key: value for key, value in changes.items() if key in DECLARED}
+
+
+def test_what_if_tries_of_a_key_what_its_declaration_says_and_the_way_back_where_that_may_change_anything():
+    away = {"offload": "host", "gradients": "host", "shard": 8}
+    usual = {
+        "zero.gather_wire": "same",
+        "zero.slow_wire": "same",
+        "offload.moments": "fp32",
+        "offload.gradient_dtype": "fp32",
+    }
+    assert turned(stage=3, **away) == DECLARED
+    assert turned(stage=3, gather_wire="int8", slow_wire="int4", moments="bf16", gradient_dtype="bf16", **away) == usual
+    assert turned(stage=2, shard=8) == {"zero.slow_wire": "int8"}
+    assert turned(stage=3, offload="host", release="every_step") == {"offload.moments": "bf16"}
 
 
 @pytest.mark.parametrize(("dp", "holds"), [(2, False), (4, False), (8, True), (64, True)])

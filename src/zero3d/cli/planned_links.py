@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zero3d.cli.planned_batch import cluster_of_these, model_of
 from zero3d.config import Config
+from zero3d.config.keys import KEYS, value_of
 from zero3d.config.sections import GIVEN, NARROW
 from zero3d.errors import ConfigError
 from zero3d.page.plan_text import links_lines
@@ -17,7 +18,6 @@ from zero3d.plan.hardware import read_file
 from zero3d.plan.links import SETTINGS, as_words, crosses, fastest, ways
 from zero3d.plan.margin import usable
 from zero3d.spec.declaring import in_file
-from zero3d.spec.zero import SAME
 
 
 def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[str], list[str]]:
@@ -26,11 +26,8 @@ def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[s
     local  ranks of a host, where a launcher says so
     """
     asked = f"plan.links={config.plan.links}"
-    given = {
-        SETTINGS[0]: config.mesh.shard,
-        **{key: getattr(config.zero, key.partition(".")[2]) for key in SETTINGS[1:]},
-    }
-    said = [in_file(key, value) for key, value in given.items() if value not in (None, SAME)]
+    given = {key: value_of(config, key) for key in SETTINGS}
+    said = [in_file(key, value) for key, value in given.items() if value != KEYS[key].default]
     if said:
         raise ConfigError(
             f"{asked} chooses {said[0].partition('=')[0]}, and the run has {said[0]}: give only one of them."

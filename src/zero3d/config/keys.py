@@ -15,6 +15,7 @@ from zero3d.config.kinds import KINDS, NULLS, convert, describe_value, number_me
 from zero3d.config.sections import Config
 from zero3d.config.sources import Refused
 from zero3d.spec.bits import Bits
+from zero3d.spec.declaring import Advice
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
 
@@ -37,6 +38,7 @@ class Key:
     in_plan: bool | str  # `spec.declaring.key`, and the next ones
     said: str
     keyword: str
+    advice: Advice
 
     @property
     def wants(self) -> str:

@@ -24,13 +24,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from zero3d.config.keys import KEYS
 from zero3d.errors import ConfigError, MeshError
 from zero3d.plan.search import Evaluate, shard_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.spec.zero import SAME
 
 WORTH = 0.97  # of the seconds of a simpler way, beyond which another one is not taken
-SETTINGS = ("mesh.shard", "zero.second_shard", "zero.gather_wire", "zero.slow_wire")
+SUMS, ROUNDING = "zero.slow_wire", "zero.slow_rounding"
+SETTINGS = ("mesh.shard", "zero.second_shard", "zero.gather_wire", SUMS)  # of ways
+FORMS = [form for form in KEYS[SUMS].choices if form != KEYS[SUMS].default]
 CODED = {"zero.gather_wire": "int8"}
 
 
@@ -50,32 +52,30 @@ def ways(
 
     any_stage  what is of stage 3 alone is priced there, where the plan has another
     """
-    given = dict(zip(SETTINGS, (None, None, SAME, SAME), strict=True))
-    flat, found = plan.replace(**given, slow_rounding="nearest"), list[Way]()
-    for name, settings, rounds in _settings(flat, cluster, any_stage and plan.pp == 1):
+    flat, found = plan.replace(**{key: KEYS[key].default for key in (*SETTINGS, ROUNDING)}), list[Way]()
+    for name, settings in _settings(flat, cluster, any_stage and plan.pp == 1):
         with suppress(ConfigError, MeshError):
-            found.append(Way(name, settings, rounds, evaluate(model, cluster, flat.replace(**settings))))
+            estimate = evaluate(model, cluster, flat.replace(**settings))
+            found.append(Way(name, settings, any(KEYS[key].advice.rounds for key in settings), estimate))
     return found
 
 
-def _settings(
-    plan: ParallelPlan, cluster: ClusterSpec, any_stage: bool
-) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    yield "flat", {}, False
+def _settings(plan: ParallelPlan, cluster: ClusterSpec, any_stage: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "flat", {}
     inside = cluster.per_node // plan.tp
     if not crosses(plan, cluster):
         return
     if plan.zero.stage == 3 or any_stage:
         stage = {} if plan.zero.stage == 3 else {"zero.stage": 3}
         second = stage | {"zero.second_shard": inside}
-        yield "8-bit gathers", stage | CODED, True
-        yield "second shard", second, False
-        yield "second shard, 8-bit gathers", second | CODED, True
+        yield "8-bit gathers", stage | CODED
+        yield "second shard", second
+        yield "second shard, 8-bit gathers", second | CODED
     if plan.zero.stage and shard_refused(plan.dp, plan.ep, plan.sp, inside) is None:
         shard = {"mesh.shard": inside}
-        yield f"shard {inside}", shard, False
-        for form in ("bf16", "int8", "int4"):
-            yield f"shard {inside}, {form} sums", shard | {"zero.slow_wire": form}, True
+        yield f"shard {inside}", shard
+        for form in FORMS:
+            yield f"shard {inside}, {form} sums", shard | {SUMS: form}
 
 
 def crosses(plan: ParallelPlan, cluster: ClusterSpec) -> bool:

@@ -18,14 +18,6 @@ from zero3d.spec.tiers import TIERS
 
 Bytes = Callable[[Memory], float]  # those that are short
 MOST = 4  # settings changed together
-ROUNDED = (
-    "offload.moments",
-    "offload.gradient_dtype",
-    "zero.reduce_dtype",
-    "zero.reduce_scatter",
-    "zero.gather_wire",
-    "zero.slow_wire",
-)  # settings that round more than before
 
 
 class Relief(NamedTuple):
@@ -97,7 +89,7 @@ def _is_admissible(knob: WhatIf, row: Row, cluster: ClusterSpec) -> bool:
     off_it = all(
         nbytes <= max(cluster.figure(TIERS[name].capacity), held[name]) for name, nbytes in now.by_tier().items()
     )
-    return on_device and off_it and not knob.change.startswith(ROUNDED)
+    return on_device and off_it and not knob.rounds
 
 
 def _is_better(one: Relief, other: Relief) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from zero3d.account.transients import reduction_of
+from zero3d.config.keys import KEYS
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
@@ -31,6 +33,11 @@ class WhatIf(NamedTuple):
     memory: float
     seconds: float
     estimate: Estimate
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether values of the key round what is sent or kept."""
+        return KEYS[self.change.partition(": ")[0]].advice.rounds
 
 
 def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
@@ -80,8 +87,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         shard = None if plan.shard < plan.dp else inside
         if shard is None or shard_refused(plan.dp, plan.ep, plan.sp, shard) is None:
             yield {"mesh.shard": shard, **({"slow_wire": "same", "slow_rounding": "nearest"} if shard is None else {})}
-    if plan.ep > 1 and not plan.zero.exact:
-        yield {"mesh.experts": "exact" if plan.mesh.experts == "fast" else "fast"}
+    yield from _declared("mesh", plan)
     if plan.tp > 1 and model.length % plan.tp == 0 and plan.ep == plan.sp == 1:
         yield {"mesh.sequence_parallel": not plan.mesh.sequence_parallel}
     if plan.precision == "bf16":
@@ -91,12 +97,10 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         yield {"offload.activations": "none" if plan.offload.activations_leave else tiers_of(INPUTS)[0]}
         if plan.tp > 1 and not plan.mesh.sequence_parallel:
             yield {"mesh.partition_activations": not plan.mesh.partition_activations}
-    if plan.zero.stage == 3 and plan.dp > 1 and plan.zero.release != "every_step":
-        yield {"zero.gather_wire": "int8" if plan.zero.gather_wire == "same" else "same"}
-        if Groups.of(plan, cluster).shard.nodes > 1:
-            yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
-    if plan.shard < plan.dp and not plan.zero.exact:
-        yield {"zero.slow_wire": "int8" if plan.zero.slow_wire == "same" else "same", "slow_rounding": "nearest"}
+    gathers = plan.zero.stage == 3 and plan.dp > 1 and plan.zero.release != "every_step"
+    if gathers and Groups.of(plan, cluster).shard.nodes > 1:
+        yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
+    yield from _declared("zero", plan)
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
     now = with_algorithm(plan, cluster)
@@ -108,6 +112,14 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         and plan.precision in ("bf16", "fp16")
     ):
         yield {"zero.reduce_scatter": way}
+
+
+def _declared(section: str, plan: ParallelPlan) -> Iterator[Settings]:
+    """Yield what the section's declarations say that advice tries of keys."""
+    for name, key in KEYS.items():
+        if name.startswith(f"{section}.") and key.advice.where(plan):
+            usual = attrgetter(name)(plan) == key.default
+            yield {name: key.advice.tried if usual else key.default, **key.advice.reset}
 
 
 def _travels(plan: ParallelPlan) -> int:
@@ -143,8 +155,6 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
         movable = plan.zero.stage == 3 and policy_of(plan).release != "every_step"
         if place != plan.offload.params and movable and place in ("none", *tiers_of(PARAMS)):
             yield {"offload.params": place}
+    yield from _declared("offload", plan)
     if plan.offload.optimizer != "none":
-        yield {"offload.moments": "fp32" if plan.offload.moments == "bf16" else "bf16"}
-        if plan.offload.gradients_leave:
-            yield {"offload.gradient_dtype": "fp32" if plan.offload.gradient_dtype == "bf16" else "bf16"}
         yield {"offload.fraction": plan.offload.fraction / 2}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError, short
 from zero3d.spec.bits import Bits
@@ -22,6 +23,23 @@ KEYWORDS = {  # of keys outside of zero, offload and mesh
     "model.quantize": "quantize",
 }
 
+
+class Advice(NamedTuple):
+    """Says how advice on a plan takes a key (plan/what_if.py, plan/relief.py, plan/links.py).
+
+    tried   the value that is tried where a plan has the default; where it has another, the default is
+    where   plans in which that may change anything; what rules refuse is left out in any case
+    rounds  some of its values round what is sent or kept more than its default does
+    reset   keys that then get these values
+    """
+
+    tried: Any = None
+    where: Callable[[Any], bool] = lambda plan: False
+    rounds: bool = False
+    reset: Mapping[str, Any] = MappingProxyType({})
+
+
+NO_ADVICE = Advice()
 BOUNDS = ("least", "most", "above", "below")
 
 
@@ -35,6 +53,7 @@ def key(
     in_plan: bool | str = True,
     said: str = "",
     keyword: str = "",
+    advice: Advice = NO_ADVICE,
     **bounds: float,
 ) -> Any:
     """Declare a field: its default, what it means, what is allowed, and whether bits change with it.
@@ -46,13 +65,14 @@ def key(
     in_plan     whether a plan has it, or its keyword there if that is not the field's name
     said        in a few words, for tables of plans: what it is where it is not by default, with {} for the value
     keyword     what it means as a keyword of an Engine, where the text speaks to those who write files
+    advice      what advice on a plan tries of it, where the planner has no rule of its own for it
     bounds      least, most: closed; above, below: open
     """
     assert bounds.keys() <= set(BOUNDS), f"bounds are {', '.join(BOUNDS)}, not {', '.join(bounds)}"
     limits = dict.fromkeys(BOUNDS) | bounds
     reason = Bits(bits, usual=default) if isinstance(bits, str) else bits
     metadata = {"text": text, "bits": reason, "choices": choices, **limits}
-    metadata |= {"axis": axis, "in_plan": in_plan, "said": said, "keyword": keyword}
+    metadata |= {"axis": axis, "in_plan": in_plan, "said": said, "keyword": keyword, "advice": advice}
     return field(default=default, metadata=metadata)
 
 

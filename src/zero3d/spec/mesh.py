@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from zero3d.spec.bits import FACTS, PLAIN, Bits
-from zero3d.spec.declaring import key
+from zero3d.spec.declaring import Advice, key
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # schedules that compute gradients of inputs and of weights apart
@@ -66,6 +66,7 @@ class Mesh:
         bits=Bits("one product of all sources sums in another order", PLAIN, usual=EXACT),
         choices=EXPERTS,
         said="sources in one product",
+        advice=Advice(FAST, lambda plan: plan.ep > 1 and not plan.zero.exact),
     )
     ep_plan: Mapping[str, str] | None = key(
         None,

@@ -28,7 +28,7 @@ from typing import Any
 
 from zero3d.errors import ConfigError, short
 from zero3d.spec.bits import FACTS
-from zero3d.spec.declaring import check_choices, in_file, key
+from zero3d.spec.declaring import Advice, check_choices, in_file, key
 from zero3d.spec.sizes import parse_size
 from zero3d.spec.tiers import ACTIVATIONS, DEVICE, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 
@@ -87,6 +87,7 @@ class Offload:
         bits=FACTS["moments"],
         choices=("fp32", "bf16"),
         said="{} moments",
+        advice=Advice("bf16", lambda plan: plan.offload.optimizer != "none", rounds=True),
     )
     gradient_dtype: str = key(
         "fp32",
@@ -95,6 +96,9 @@ class Offload:
         bits="gradients are rounded differently on the host",
         choices=("fp32", "bf16"),
         said="{} gradients",
+        advice=Advice(
+            "bf16", lambda plan: plan.offload.optimizer != "none" and plan.offload.gradients_leave, rounds=True
+        ),
     )
     executor: str = key(
         "auto",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero3d.spec.bits import FACTS
-from zero3d.spec.declaring import key
+from zero3d.spec.declaring import Advice, key
 
 SAME = "same"
 NODE = "node"  # of second_shard: the ranks of a host
+ROUNDS = Advice(rounds=True)
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 
 
@@ -30,6 +31,7 @@ class Zero:
         choices=PRECISIONS,
         keyword="in which gradients are reduced, none narrower than they are; they travel in a narrower one where "
         "nothing is rounded by that",
+        advice=ROUNDS,
     )
     release: str = key(
         "auto", "when gathered parameters are released", bits=None, choices=("auto", "every_use", "every_step")
@@ -52,6 +54,7 @@ class Zero:
         "as gradients of one micro-batch may be, are sent as terms and added in rank order, others are the backend's. "
         "auto: on NCCL all-to-all where dp is on one host, or has at most two ranks on each, else native; on gloo in "
         "rank order up to 8 ranks",
+        advice=ROUNDS,
     )
     master: str = key(
         "fp32",
@@ -79,6 +82,9 @@ class Zero:
         keyword="how weights travel when they are gathered at stage 3. int8: in blocks of 256 with a scale each, 0.51 "
         "of bf16's bytes; forwards, evaluations and generation compute with what is decoded, the same on all ranks. "
         "Masters, checkpoints, exports and `full_params()` have the weights themselves",
+        advice=Advice(
+            "int8", lambda plan: plan.dp > 1 and plan.zero.stage == 3 and plan.zero.release != "every_step", rounds=True
+        ),
     )
     second_shard: int | str | None = key(
         None,
@@ -94,6 +100,12 @@ class Zero:
         "int4); sums are computed in fp32, and are equal on all ranks",
         bits="sums of gradients are rounded differently between copies of shards",
         choices=(SAME, "bf16", "int8", "int4"),
+        advice=Advice(
+            "int8",
+            lambda plan: plan.shard < plan.dp and not plan.zero.exact,
+            rounds=True,
+            reset={"zero.slow_rounding": "nearest"},
+        ),
     )
     slow_rounding: str = key(
         "nearest",
