@@ -13,7 +13,7 @@ from torch import nn
 import zero3d
 from zero3d.errors import CheckpointError
 from zero3d.precision import LossScaling, Precision
-from zero3d.zero.policy import State
+from zero3d.zero.unit_parts import State
 
 
 class Tiny(nn.Module):

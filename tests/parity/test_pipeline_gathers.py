@@ -11,7 +11,7 @@ from zero3d.errors import Zero3dError
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers
-from zero3d.zero.policy import State
+from zero3d.zero.unit_parts import State
 
 M, FEWER, EMBEDDING = 3, 2, "embed"
 

@@ -17,9 +17,9 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 from zero3d.train.measure import bytes_over_copies, transient_bounds
-from zero3d.zero.policy import SlowWire
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.tokens import count_gathers
+from zero3d.zero.unit_parts import SlowWire
 
 FORMS = ("bf16", "int8", "int4")
 LOST = {"bf16": 2.0**-7, "int8": 1 / 127, "int4": 1 / 7}  # of a block's largest magnitude, with noise; half without

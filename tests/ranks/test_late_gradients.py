@@ -24,8 +24,8 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 from zero3d.spec.offload import Offload
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.policy import Setting, SlowWire
 from zero3d.zero.streams import ToHost
+from zero3d.zero.unit_parts import SlowWire, UnitParts
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -294,11 +294,11 @@ def unit_with_copies(reduce, slow=None, device=None):
         2, 1, copies=2, reduce=reduce, precision="fp32", offload=device and Offload(optimizer="host", gradients="host")
     )
     layout = UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 1)
-    setting = Setting(plan, Comm(Axis("dp", 0, 1), arena, Ledger()), arena, copies, slow=slow)
+    parts = UnitParts(plan, Comm(Axis("dp", 0, 1), arena, Ledger()), arena, copies, slow=slow)
     if device is not None:
         copies.device = device
-        setting = setting._replace(kept={"unit": torch.zeros(layout.shard)}, to_host=ToHost(device, behind=True))
-    return Gradients("unit", layout, setting), copies, arena
+        parts = parts._replace(kept={"unit": torch.zeros(layout.shard)}, to_host=ToHost(device, behind=True))
+    return Gradients("unit", layout, parts), copies, arena
 
 
 def reduce_ones(gradients, times, indices=(0, 1), device=None):
@@ -393,8 +393,8 @@ class Slots:
 def test_a_unit_that_takes_its_turn_beside_late_gradients_keeps_them():
     """Two late ones of a parameter, of which the first has landed where the sum was."""
     arena = Arena(torch.device("cpu"))
-    setting = Setting(unit_plan(0, 2, precision="fp32"), Slots(), arena, Comm(Axis("replica", 0, 1), arena, Ledger()))
-    gradients = Gradients("unit", UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 2), setting)
+    parts = UnitParts(unit_plan(0, 2, precision="fp32"), Slots(), arena, Comm(Axis("replica", 0, 1), arena, Ledger()))
+    gradients = Gradients("unit", UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 2), parts)
     reduce_ones(gradients, 1)
     for _ in range(2):
         gradients.hold(1, torch.ones(2))

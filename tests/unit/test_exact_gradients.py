@@ -15,7 +15,7 @@ from zero3d.memory.arena import Arena
 from zero3d.precision import torch_dtype
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.summands import Summands
-from zero3d.zero.policy import Setting
+from zero3d.zero.unit_parts import UnitParts
 
 N, SHAPES = 2, [("a", (3, 2), 0), ("b", (20_000,), 0)]
 NUMEL = 20_006
@@ -50,10 +50,10 @@ class Rank:
     def __init__(self, rank, sent, stage, reduce, planned):
         self.arena, self.comm = Arena(torch.device("cpu")), Paired(rank, sent)
         plan = unit_plan(stage, N, exact=True, reduce=reduce, accumulate=planned)
-        self.setting = Setting(plan, self.comm, self.arena, SimpleNamespace(size=1))
+        self.parts = UnitParts(plan, self.comm, self.arena, SimpleNamespace(size=1))
         self.summands = Summands(self.comm, reduce == "every_step", planned, 0)
         self.layout = UnitLayout(SHAPES, N)
-        self.grads = ExactGradients(self.summands, "unit", self.layout, self.setting)
+        self.grads = ExactGradients(self.summands, "unit", self.layout, self.parts)
 
 
 def halves(values):
@@ -82,7 +82,7 @@ def summed(step, count, layout):
 
 def is_sum(rank, wanted):
     """Whether the shard is this rank's part of a storage, padding apart."""
-    slot, shard = rank.setting.slot(wanted), rank.grads.shard
+    slot, shard = rank.parts.slot(wanted), rank.grads.shard
     cells = [slice(p.offset, p.offset + p.stop - p.start) for p in rank.layout.pieces(rank.comm.rank)]
     return bool(cells) and all(torch.equal(shard[cell], slot[cell]) for cell in cells)
 
@@ -138,7 +138,7 @@ def test_steps_of_any_length_are_summed_in_the_tree_in_the_planned_memory(stage,
             assert rank.comm.travelled == (WIDE if wide else DTYPE)
             assert torch_dtype(rank.grads.plan.travels) == (WIDE if reduce == "every_step" and most > 1 else DTYPE)
             if stage == 0:  # where all ranks' are gathered next
-                assert same_memory(rank.grads.shard, rank.setting.slot(rank.grads._shard.whole))
+                assert same_memory(rank.grads.shard, rank.parts.slot(rank.grads._shard.whole))
             check_memory(rank, most, alone)
             rank.grads.reset()
 

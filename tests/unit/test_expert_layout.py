@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.zero.policy import parameter_views
+from zero3d.zero.unit_parts import parameter_views
 
 STACKS = (("gate_up", (48, 32)), ("bias", (48,)), ("scale", ()), ("down", (32, 24)))
 

@@ -6,9 +6,9 @@ import torch
 from zero3d.blueprint.stages import WINDOW
 from zero3d.memory.arena import Arena
 from zero3d.zero.gathers import STEP, Gathers, Order
-from zero3d.zero.policy import State
 from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN
+from zero3d.zero.unit_parts import State
 
 CPU = Arena(torch.device("cpu"))
 

@@ -7,9 +7,9 @@ from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.arrivals import Arrivals
-from zero3d.zero.policy import State
 from zero3d.zero.reductions import Closes, Reductions
 from zero3d.zero.streams import SideStream
+from zero3d.zero.unit_parts import State
 
 CPU = Arena(torch.device("cpu"))
 

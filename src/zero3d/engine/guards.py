@@ -24,8 +24,8 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero3d.errors import ConfigError, ReleasedParameterError
-from zero3d.zero.policy import State
 from zero3d.zero.unit import Unit
+from zero3d.zero.unit_parts import State
 from zero3d.zero.weights import is_placeholder, placeholder
 
 MARK = "__reduce_ex__"

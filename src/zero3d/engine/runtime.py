@@ -30,10 +30,10 @@ from zero3d.zero.hooks import Hooks
 from zero3d.zero.initial_weights import Fill, Source, from_module, from_source
 from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.policy import Setting, SlowWire
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.streams import SideStream, ToHost
 from zero3d.zero.unit import Unit
+from zero3d.zero.unit_parts import SlowWire, UnitParts
 
 Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that its forward needs
 
@@ -74,7 +74,7 @@ def build_units(
     units = []
     for spec in specs:
         plan = base.plan(spec)
-        setting = Setting(
+        parts = UnitParts(
             plan,
             axes.shard(spec.experts),
             axes.arena,
@@ -85,25 +85,23 @@ def build_units(
             node=axes.node if plan.node > 1 else None,
             **away,
         )
-        units.append(_build_unit(base, spec, layouts[spec.name], setting, source))
+        units.append(_build_unit(base, spec, layouts[spec.name], parts, source))
     return units, tiers, slots
 
 
-def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
+def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, parts: UnitParts, source: Source | None) -> Unit:
     """Give a unit's parameters their first weights: rank 0's, or those of a source."""
     partition = base.partition
     owner = {name: partition.full_model.owner(name) for name in spec.params}
-    wide = setting.wide if spec.dtype.is_floating_point else spec.dtype
+    wide = parts.wide if spec.dtype.is_floating_point else spec.dtype
     if source is None:
         everyone = base.axes.complements["edp"] if spec.experts else base.axes.dp
-        fill = from_module(layout, spec.params, everyone, wide, setting.comm.rank)
+        fill = from_module(layout, spec.params, everyone, wide, parts.comm.rank)
     else:
         tiles = partition.full_model.tiles
-        fill = from_source(
-            lambda name, box: source(owner[name], box), layout, setting.comm, wide, partition.cuts, tiles
-        )
+        fill = from_source(lambda name, box: source(owner[name], box), layout, parts.comm, wide, partition.cuts, tiles)
     fill = _then_on_device(fill, spec.params.values(), base.axes.arena.device)
-    return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred, base.order.gradients)
+    return Unit(spec.name, spec.params, layout, spec.dtype, parts, fill, spec.deferred, base.order.gradients)
 
 
 def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.device) -> Fill:

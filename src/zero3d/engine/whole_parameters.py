@@ -30,8 +30,8 @@ from zero3d.errors import LayoutError
 from zero3d.models.names import persistent_buffers
 from zero3d.precision import joined, to_compute
 from zero3d.zero.gathers import EXPORT, OPENED, goes_to_first
-from zero3d.zero.policy import parameter_views
 from zero3d.zero.unit import Unit, units_of
+from zero3d.zero.unit_parts import parameter_views
 
 if TYPE_CHECKING:
     from zero3d.engine.foundation import Axes

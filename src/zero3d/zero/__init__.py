@@ -1,7 +1,7 @@
 """The core: ZeRO stages 0-3 as one code path.
 
 tokens                             which uses of units gather them
-policy, weights, unit              what a unit is made with; the parameters gathered, released and reduced together
+unit_parts, weights, unit          what a unit is made of; the parameters gathered, released and reduced together
 local_gradients, gradient_shards   what autograd gives a rank; this rank's shard of the sums over ranks
 gradients                          both together, from autograd to the step
 wires                              what travels when weights are gathered, and over which ranks

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from zero3d.zero.policy import State
 from zero3d.zero.saved import callers_hooks_pack
 from zero3d.zero.unit import Unit
+from zero3d.zero.unit_parts import State
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):

@@ -21,10 +21,10 @@ import torch
 
 from zero3d.blueprint.stages import WINDOW
 from zero3d.errors import ConfigError
-from zero3d.zero.policy import State
 from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit
+from zero3d.zero.unit_parts import State
 
 OPENED = "full_params"  # inside full_params(): parameters are whole, and may be written
 EXPORT = "export"  # one unit, to be read by others than the model

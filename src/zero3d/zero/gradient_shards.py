@@ -3,7 +3,7 @@
     shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
     pieces             1-D views of parameters' parts in it, for the optimizer; made anew only where it moves
 
-Where dp ranks have copies of shards (Setting.across), a reduction sums over the ranks that states are cut over, and
+Where dp ranks have copies of shards (UnitParts.across), a reduction sums over the ranks that states are cut over, and
 what a step has in the end is summed once more over the copies: `sum_copies`.
 
 Note 1, where the sum may live. When local gradients already have the reduced dtype and the whole buffer is kept, the
@@ -36,8 +36,8 @@ from zero3d.blueprint.unit import GradientPlan, UnitPlan
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.precision import torch_dtype
 from zero3d.zero.local_gradients import LocalGradients
-from zero3d.zero.policy import Setting
 from zero3d.zero.streams import ToHost
+from zero3d.zero.unit_parts import UnitParts
 
 
 class GradientShard(ABC):
@@ -47,13 +47,13 @@ class GradientShard(ABC):
     _local     what is reduced, and the memory in which the shard is where it has none of its own
     """
 
-    def __init__(self, name: str, layout: UnitLayout, setting: Setting, local: LocalGradients) -> None:
+    def __init__(self, name: str, layout: UnitLayout, parts: UnitParts, local: LocalGradients) -> None:
         self._name = name
         self._layout = layout
-        self._setting = setting
+        self._parts = parts
         self._local = local
-        self._arena, self._wide = setting.arena, setting.wide
-        self.unit_plan = setting.plan
+        self._arena, self._wide = parts.arena, parts.wide
+        self.unit_plan = parts.plan
         self._shard: Tensor
         self._pieces: list[Tensor] = []
         self._whole_pieces: list[Tensor] = []
@@ -104,12 +104,12 @@ class GradientShard(ABC):
     @property
     def to_host(self) -> ToHost | None:
         """What copies shards to the host, where they are kept there."""
-        return self._setting.to_host
+        return self._parts.to_host
 
     def pieces(self) -> list[Tensor]:
         """Return this rank's pieces of the reduced gradients, in slot order."""
         if not self._pieces:
-            self._pieces = _cut(self._shard, self._layout.pieces(self._setting.comm.rank))
+            self._pieces = _cut(self._shard, self._layout.pieces(self._parts.comm.rank))
         return self._pieces
 
     def owned_pieces(self) -> list[Tensor]:
@@ -183,10 +183,10 @@ class GradientShard(ABC):
             return
         if turn_only:
             unused = self._arena.borrow("bucket", self._layout.total, self.shard.dtype)
-            self._setting.comm.all_gather(unused, self._setting.slot(unused), self._name).wait()
+            self._parts.comm.all_gather(unused, self._parts.slot(unused), self._name).wait()
             self._arena.give_back("bucket", unused)
         elif self._gathering is None:
-            self._gathering = self._setting.comm.all_gather(self.whole, self.shard, self._name)
+            self._gathering = self._parts.comm.all_gather(self.whole, self.shard, self._name)
 
     def wait(self) -> None:
         """Wait for what is gathered."""
@@ -230,11 +230,11 @@ class RankOrderShard(GradientShard):
         self._summed = self._is_of_all = False
         self._stash: Tensor | None = None
         self._late: Tensor | None = None
-        setting, layout = self._setting, self._layout
+        parts, layout = self._parts, self._layout
         if self._in_local:
-            self.shard = setting.slot(self.whole)
-        elif self._name in setting.kept:
-            self._host = HostShard(setting.kept[self._name], setting)
+            self.shard = parts.slot(self.whole)
+        elif self._name in parts.kept:
+            self._host = HostShard(parts.kept[self._name], parts)
             self.shard = self._host.shard
         else:
             self.shard = self._arena.allocate("gradients", layout.shard, layout.used_per_shard, self._wide)
@@ -276,7 +276,7 @@ class RankOrderShard(GradientShard):
         if self._host is not None and self._late is None:
             shard = self._host.receive(self._wide, add)
         full = self._of_sources(self._local.buffer)
-        self._pending = self._setting.comm.reduce_scatter(full, shard, self._name, wire, add)
+        self._pending = self._parts.comm.reduce_scatter(full, shard, self._name, wire, add)
 
     def _add_sources(self, rows: list[Tensor]) -> Tensor:
         """Add up all sources in rank order: in the first one's row if it is wide enough."""
@@ -315,7 +315,7 @@ class RankOrderShard(GradientShard):
         """Move the shard to this rank's slot of the local buffer, where the plan has it there and it is not yet."""
         if not self.plan.shard and not self._in_local:
             self._arena.free("gradients", self.shard, self._layout.used_per_shard)
-            self.shard, self._in_local = self._setting.slot(self.whole), True
+            self.shard, self._in_local = self._parts.slot(self.whole), True
 
     def reset(self) -> None:
         super().reset()
@@ -328,7 +328,7 @@ class RankOrderShard(GradientShard):
 
     @property
     def differs_on_copies(self) -> bool:
-        return self._setting.across.size > 1 and (not self._is_of_all or self._late is not None)
+        return self._parts.across.size > 1 and (not self._is_of_all or self._late is not None)
 
     def sum_copies(self, step: int) -> Pending:
         late, self._late = self._late, None
@@ -343,7 +343,7 @@ class RankOrderShard(GradientShard):
     @property
     def _far(self) -> HostShard | None:
         """The shard where this rank does not compute there: by the type of device, whatever number it is given."""
-        return None if self.shard.device.type == self._setting.across.device.type else self._host
+        return None if self.shard.device.type == self._parts.across.device.type else self._host
 
     def _add_late(self, late: Tensor) -> None:
         if self._far is None:
@@ -353,13 +353,13 @@ class RankOrderShard(GradientShard):
         self._arena.give_back("bucket", late)
 
     def _sum_copies(self, shard: Tensor, step: int, again: bool) -> Pending:
-        across, slow = self._setting.across, self._setting.slow
+        across, slow = self._parts.across, self._parts.slow
         if slow is None:
             return across.all_reduce(shard, self._name, torch_dtype(self.plan.sums))
-        gaps = self._layout.gaps(self._setting.comm.rank)
+        gaps = self._layout.gaps(self._parts.comm.rank)
         if gaps:  # of buckets nobody has written there, and a block has one scale
             torch._foreach_zero_([shard[start:stop] for start, stop in gaps])
-        place = f"{step} {self._name} {self._setting.comm.rank} {across.rank} {self._setting.part}{' again' * again}"
+        place = f"{step} {self._name} {self._parts.comm.rank} {across.rank} {self._parts.part}{' again' * again}"
         return across.all_reduce_coded(shard, self._name, slow.form, slow.noise(place, shard.device))
 
 
@@ -370,11 +370,11 @@ class HostShard:
     _crossing  the same in the shard's own dtype, where that is narrower
     """
 
-    def __init__(self, shard: Tensor, setting: Setting) -> None:
-        assert setting.to_host is not None
+    def __init__(self, shard: Tensor, parts: UnitParts) -> None:
+        assert parts.to_host is not None
         self.shard = shard
-        self._arena = setting.arena
-        self._to_host = setting.to_host
+        self._arena = parts.arena
+        self._to_host = parts.to_host
         self._incoming: Tensor | None = None
         self._crossing: Tensor | None = None
 

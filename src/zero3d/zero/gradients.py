@@ -18,10 +18,10 @@ from zero3d.blueprint.unit import GradientPlan, UnitPlan
 from zero3d.distributed.axis import Pending
 from zero3d.zero.gradient_shards import GradientShard, RankOrderShard
 from zero3d.zero.local_gradients import LocalGradients
-from zero3d.zero.policy import Setting, State
 from zero3d.zero.streams import ToHost
+from zero3d.zero.unit_parts import State, UnitParts
 
-MakeShard = Callable[[str, UnitLayout, Setting, LocalGradients], GradientShard]
+MakeShard = Callable[[str, UnitLayout, UnitParts, LocalGradients], GradientShard]
 
 
 class Gradients:
@@ -31,9 +31,9 @@ class Gradients:
     _shard  what reductions come to
     """
 
-    def __init__(self, name: str, layout: UnitLayout, setting: Setting, make: MakeShard = RankOrderShard) -> None:
-        self.local = LocalGradients(layout, setting)
-        self._shard = make(name, layout, setting, self.local)
+    def __init__(self, name: str, layout: UnitLayout, parts: UnitParts, make: MakeShard = RankOrderShard) -> None:
+        self.local = LocalGradients(layout, parts)
+        self._shard = make(name, layout, parts, self.local)
         self.state = State.EMPTY
 
     @property

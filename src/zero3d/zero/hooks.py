@@ -56,12 +56,12 @@ from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.arrivals import Reached
 from zero3d.zero.external import watch
 from zero3d.zero.gathers import OPENED, STEP, Gathers, Order, refuse_export
-from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.released_parameters import GRAD, untold
 from zero3d.zero.saved import SavedWeights, callers_hooks_pack, saved_behind
 from zero3d.zero.tokens import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
+from zero3d.zero.unit_parts import State
 
 GRAPH = "graph"  # a graph of a backward may read it until the step
 KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load

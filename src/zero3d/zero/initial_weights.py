@@ -21,7 +21,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box
 from zero3d.shards.cuts import Cut, Tile, cover
-from zero3d.zero.policy import parameter_views
+from zero3d.zero.unit_parts import parameter_views
 
 Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype
 

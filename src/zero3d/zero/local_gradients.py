@@ -18,7 +18,7 @@ from torch import Tensor
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.unit import GradientPlan
 from zero3d.precision import torch_dtype
-from zero3d.zero.policy import Setting, parameter_views
+from zero3d.zero.unit_parts import UnitParts, parameter_views
 
 HELD = 1 << 24  # bytes of a unit's gradients that wait for others: of which a copy takes about 10 us on an accelerator
 
@@ -30,12 +30,12 @@ class LocalGradients:
     filled    numbers of the parameters that have a gradient, in the buffer or held
     """
 
-    def __init__(self, layout: UnitLayout, setting: Setting) -> None:
-        assert setting.plan.gradients is not None
+    def __init__(self, layout: UnitLayout, parts: UnitParts) -> None:
+        assert parts.plan.gradients is not None
         self._layout = layout
-        self._arena, self._wide = setting.arena, setting.wide
-        self._plan = setting.plan.gradients
-        self.elements, self.used = layout.total * setting.sources, layout.numel * setting.sources
+        self._arena, self._wide = parts.arena, parts.wide
+        self._plan = parts.plan.gradients
+        self.elements, self.used = layout.total * parts.sources, layout.numel * parts.sources
         self.buffer: Tensor | None = None
         self.views: list[Tensor] = []
         self.filled: set[int] = set()

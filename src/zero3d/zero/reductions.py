@@ -40,9 +40,9 @@ from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
 from zero3d.zero.arrivals import Arrivals
-from zero3d.zero.policy import State
 from zero3d.zero.streams import SideStream
 from zero3d.zero.unit import Unit
+from zero3d.zero.unit_parts import State
 
 WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been reduced
 

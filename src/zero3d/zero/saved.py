@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero3d.zero.gathers import OPENED
-from zero3d.zero.policy import State
 from zero3d.zero.unit import Unit
+from zero3d.zero.unit_parts import State
 
 RELEASED = (State.SHARDED, State.GATHERING)
 

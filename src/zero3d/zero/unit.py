@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from zero3d.blueprint.layout import Piece, Slot, UnitLayout
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.policy import Setting
 from zero3d.zero.released_parameters import untold
+from zero3d.zero.unit_parts import UnitParts
 from zero3d.zero.weights import Weights
 
-MakeGradients = Callable[[str, UnitLayout, Setting], Gradients]
+MakeGradients = Callable[[str, UnitLayout, UnitParts], Gradients]
 
 
 class Unit:
@@ -27,7 +27,7 @@ class Unit:
     comm      the ranks over which it is cut: the dp axis, of experts the edp axis; a part of them where states are
               cut over some neighbours alone
     across    the ranks that have the same shards as this one
-    sources   ranks whose tokens give its gradients here, and which part of the experts it is (policy.py)
+    sources   ranks whose tokens give its gradients here, and which part of the experts it is (unit_parts.py)
     stage     number of the row of the stage table that it follows
     """
 
@@ -37,7 +37,7 @@ class Unit:
         params: Mapping[str, nn.Parameter],
         layout: UnitLayout,
         dtype: torch.dtype,
-        setting: Setting,
+        parts: UnitParts,
         fill: Callable[[Tensor], None],
         deferred: bool = False,
         gradients: MakeGradients = Gradients,
@@ -47,28 +47,28 @@ class Unit:
         self.dtype = dtype
         self.deferred = deferred
         self.users: set[object] = set()
-        self.comm = setting.comm
-        self.across = setting.across
-        self.sources = setting.sources
-        self.part = setting.part
-        self.stage = setting.plan.row.number
-        self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
-        self._setting, self._make_gradients = setting, gradients
+        self.comm = parts.comm
+        self.across = parts.across
+        self.sources = parts.sources
+        self.part = parts.part
+        self.stage = parts.plan.row.number
+        self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, parts, fill)
+        self._parts, self._make_gradients = parts, gradients
         self.grads = self._own_gradients() if self.weights.trainable else None
 
     def _own_gradients(self) -> Gradients:
-        return self._make_gradients(self.name, self.layout, self._setting)
+        return self._make_gradients(self.name, self.layout, self._parts)
 
     def train(self) -> None:
         """Make masters and gradients of a unit that was frozen."""
-        self._setting = self._setting._replace(plan=self.plan.trained)
-        self.weights.train(self._setting)
+        self._parts = self._parts._replace(plan=self.plan.trained)
+        self.weights.train(self._parts)
         self.grads = self._own_gradients()
 
     @property
     def plan(self) -> UnitPlan:
         """What the unit is now: a second backward of a step, or more micro-batches, may have made it another."""
-        return self._setting.plan if self.grads is None else self.grads.unit_plan
+        return self._parts.plan if self.grads is None else self.grads.unit_plan
 
     @property
     def trained(self) -> int:

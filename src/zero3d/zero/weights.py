@@ -31,9 +31,9 @@ from zero3d.precision import joined, to_compute
 from zero3d.zero.buckets import InRecord, OnDevice, ShardPlace
 from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.pending_parameters import arrived, expect
-from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.released_parameters import RELEASED, Told, gather, release, untold
 from zero3d.zero.streams import compute_stream, wait_on
+from zero3d.zero.unit_parts import State, UnitParts, parameter_views
 from zero3d.zero.wires import Wire
 
 
@@ -58,27 +58,27 @@ class Weights:
         params: list[nn.Parameter],
         layout: UnitLayout,
         dtype: torch.dtype,
-        setting: Setting,
+        parts: UnitParts,
         fill: Callable[[Tensor], None],
     ) -> None:
         self.name = name
         self.params = params
         self.layout = layout
-        self._setting = setting
+        self._parts = parts
         self.trainable = params[0].requires_grad
-        self.sharded = setting.plan.row.shards_parameters
-        self.updates_all = not setting.plan.row.shards_optimizer  # every rank, every parameter (stage 0)
+        self.sharded = parts.plan.row.shards_parameters
+        self.updates_all = not parts.plan.row.shards_optimizer  # every rank, every parameter (stage 0)
         self.state = State.FULL
         self._pending_gather = DONE
-        self.records = setting.records.get(name)
-        self.keeps_full = setting.plan.whole
+        self.records = parts.records.get(name)
+        self.keeps_full = parts.plan.whole
         if self.keeps_full:
-            self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
-            self.place: ShardPlace = OnDevice(self.full if self.updates_all else setting.slot(self.full))
+            self.full = parts.arena.allocate("parameters", layout.total, layout.numel, dtype)
+            self.place: ShardPlace = OnDevice(self.full if self.updates_all else parts.slot(self.full))
         else:
-            self.full = setting.arena.borrow("gathered", layout.total, dtype)
+            self.full = parts.arena.borrow("gathered", layout.total, dtype)
             self.place = self._own_place(dtype)
-        self._wire = Wire(name, layout, dtype, setting, self.place) if self.sharded else None
+        self._wire = Wire(name, layout, dtype, parts, self.place) if self.sharded else None
         self.views = parameter_views(self.full, layout)
         self.masters = self._own_masters(dtype)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
@@ -91,28 +91,28 @@ class Weights:
         if self.sharded:
             self.release()
 
-    def train(self, setting: Setting) -> None:
-        """Make masters of weights that were frozen, from these. setting: of the unit that is trained."""
-        self._setting, self.trainable = setting, True
+    def train(self, parts: UnitParts) -> None:
+        """Make masters of weights that were frozen, from these. parts: of the unit that is trained."""
+        self._parts, self.trainable = parts, True
         frozen, self.masters = self.masters, self._own_masters(self.full.dtype)
         self.masters.from_weights()
         self.masters.go_on_from(frozen)
 
     def _own_place(self, dtype: torch.dtype) -> ShardPlace:
         if self.records is not None and self.records.shard is not None:
-            device = self._setting.arena.device
+            device = self._parts.arena.device
             return InRecord(self.records.records, self.records.shard, device, self.records.passes)
         layout = self.layout
-        return OnDevice(self._setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
+        return OnDevice(self._parts.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
 
     def _own_masters(self, dtype: torch.dtype) -> Masters:
-        wide = self._setting.wide if self.trainable else dtype
+        wide = self._parts.wide if self.trainable else dtype
         if self.records is not None:
             return Masters(self.records, self.place, wide, dtype)
         weights, stored = self.shard_or_full, None
         if dtype != wide:
-            form = REMAINDER if self._setting.plan.policy.splits else wide
-            stored = self._setting.arena.allocate("optimizer", weights.numel(), self.used, form)
+            form = REMAINDER if self._parts.plan.policy.splits else wide
+            stored = self._parts.arena.allocate("optimizer", weights.numel(), self.used, form)
         return Masters.on_device(weights, wide, stored)
 
     @property
@@ -123,7 +123,7 @@ class Weights:
     @property
     def shard(self) -> Tensor:
         """This rank's slice; one on a disk may only be read."""
-        return self._setting.slot(self.full) if self.updates_all else self.place.view()
+        return self._parts.slot(self.full) if self.updates_all else self.place.view()
 
     @property
     def coded(self) -> bool:
@@ -163,9 +163,9 @@ class Weights:
 
     def _adopt(self, fill: Callable[[Tensor], None]) -> None:
         """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
-        comm, layout = self._setting.comm, self.layout
+        comm, layout = self._parts.comm, self.layout
         start = comm.rank * layout.shard if self.updates_all else 0
-        if self.trainable and self.full.dtype != self._setting.wide:
+        if self.trainable and self.full.dtype != self._parts.wide:
             stored = self.masters.read(start, start + layout.shard) if self.records is None else None
             first = self._zeros(self.masters.dtype) if stored is None else joined(stored)
             fill(first)
@@ -259,7 +259,7 @@ class Weights:
     def _free(self) -> None:
         lost = self._pending_gather.failed  # of its peers one is gone, another may still write there
         if self._received is None and not self.keeps_full and not lost:
-            self._setting.arena.drain("gathered", self.full, self._setting.plan.policy.poison, self._views_are_kept())
+            self._parts.arena.drain("gathered", self.full, self._parts.plan.policy.poison, self._views_are_kept())
         self._received = None
 
     def _views_are_kept(self) -> bool:
@@ -332,7 +332,7 @@ class Weights:
     def leave(self) -> None:
         """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
         if not self._pending_gather.over:
-            self._waiting_stream = compute_stream(self._setting.arena.device)
+            self._waiting_stream = compute_stream(self._parts.arena.device)
             self.pending = expect(self.params, self.ready)
         if not self.pending:
             self.ready()
@@ -345,7 +345,7 @@ class Weights:
         self._due = update
         self.changed()
         if not self.sharded:
-            self._waiting_stream = compute_stream(self._setting.arena.device)
+            self._waiting_stream = compute_stream(self._parts.arena.device)
             self.pending = expect(self.params, self.ready)
             if not self.pending:
                 self.flush()
@@ -382,13 +382,13 @@ class Weights:
     def open(self) -> None:
         """Let gathered parameters be written until `absorb`."""
         if self.keeps_full:  # they are this rank's weights
-            self.masters.hold(self._setting.arena)
+            self.masters.hold(self._parts.arena)
 
     def absorb(self) -> bool:
         """Keep what was written into gathered parameters, and return whether anything was."""
         written = [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
-        values = self.full if self.updates_all else self._setting.slot(self.full)
+        values = self.full if self.updates_all else self._parts.slot(self.full)
         return self.masters.absorb(values) or written
 
     def take_other_dtypes(self) -> None:
@@ -425,14 +425,14 @@ class Weights:
         """Start to give all ranks that the unit is cut over the whole of it."""
         self._share_masters()
         own = self.shard if self._wire is None else self._wire.bring(self.full)
-        return self._setting.comm.all_gather(self.full, own, self.name)
+        return self._parts.comm.all_gather(self.full, own, self.name)
 
     def _share_copies(self) -> None:
         """Give ranks that have copies of a shard the first one's masters; Psi/N of them."""
-        across, layout = self._setting.across, self.layout
+        across, layout = self._parts.across, self.layout
         if across.size == 1:
             return
-        start = self._setting.comm.rank * layout.shard if self.updates_all else 0
+        start = self._parts.comm.rank * layout.shard if self.updates_all else 0
         values = joined(self.masters.read(start, start + layout.shard)).to(across.device, copy=True)
         across.broadcast(values, self.name)
         self.masters.write(start, values)
@@ -442,10 +442,10 @@ class Weights:
         """Give all ranks the owners' masters where each updates all (stage 0); (N-1)/N Psi elements of those stored."""
         if not self.updates_all:
             return
-        with self.masters.whole(self._setting.arena) as stored:
+        with self.masters.whole(self._parts.arena) as stored:
             if stored is not None:
                 travel = stored.view(self.full.dtype) if stored.dtype == REMAINDER else stored  # no backend sends int16
-                self._setting.comm.all_gather(travel, self._setting.slot(travel), self.name).wait()
+                self._parts.comm.all_gather(travel, self._parts.slot(travel), self.name).wait()
 
 
 def _holders(buffer: Tensor) -> int:

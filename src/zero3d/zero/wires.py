@@ -35,7 +35,7 @@ from zero3d.distributed.axis import Pending
 from zero3d.distributed.block_bytes import coding_scratch
 from zero3d.distributed.collectives import Comm
 from zero3d.zero.buckets import OnDevice, ShardPlace
-from zero3d.zero.policy import Setting
+from zero3d.zero.unit_parts import UnitParts
 
 
 class Second:
@@ -71,17 +71,17 @@ class Wire:
     second  the second shard, if there is one
     """
 
-    def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting, place: ShardPlace) -> None:
+    def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, parts: UnitParts, place: ShardPlace) -> None:
         self._name, self._place = name, place
-        self._setting = setting
-        self.codec = setting.codec if dtype.is_floating_point else None
+        self._parts = parts
+        self.codec = parts.codec if dtype.is_floating_point else None
         self._travels = layout.shard if self.codec is None else self.codec.message_bytes(layout.shard)
         self.second: Second | None = None
-        if setting.node is not None:
-            elements = self._travels * setting.comm.size // setting.node.size
+        if parts.node is not None:
+            elements = self._travels * parts.comm.size // parts.node.size
             kind = dtype if self.codec is None else torch.uint8
             used = Fraction(elements * layout.numel, layout.total)
-            self.second = Second(setting.node, setting.arena.allocate("parameters", elements, used, kind))
+            self.second = Second(parts.node, parts.arena.allocate("parameters", elements, used, kind))
 
     def gather(self, full: Tensor, fill: bool) -> Pending:
         """Start to fill `full` [total] from all shards, or second ones; moves (N-1)/N of it per rank as it travels.
@@ -90,23 +90,23 @@ class Wire:
         """
         if self.codec is None:
             return self.gather_weights(full, fill)
-        message = self._setting.arena.borrow("wire", self._travels * self._setting.comm.size, torch.uint8)
+        message = self._parts.arena.borrow("wire", self._travels * self._parts.comm.size, torch.uint8)
         try:
             pending = self._start(message, self._encode)
         except BaseException:
-            self._setting.arena.give_back("wire", message)
+            self._parts.arena.give_back("wire", message)
             raise
         return Pending(partial(self._decode, pending, message, full, fill))
 
     def gather_weights(self, full: Tensor, fill: bool) -> Pending:
         """Start to fill `full` with weights as they are."""
-        arena, poison = self._setting.arena, self._setting.plan.policy.poison
+        arena, poison = self._parts.arena, self._parts.plan.policy.poison
         if fill:
             arena.fill("gathered", full)
         try:
             if self.codec is None:
                 return self._start(full, self.bring)
-            return self._setting.comm.all_gather(full, self.bring(full), self._name)
+            return self._parts.comm.all_gather(full, self.bring(full), self._name)
         except BaseException:
             if fill:
                 arena.drain("gathered", full, poison)
@@ -115,30 +115,30 @@ class Wire:
     def gather_to_first(self) -> Tensor | None:
         """Return the weights as they are [total] on the first rank, which all others give their shards; None there."""
         with self._place.opened(False) as shard:
-            return self._setting.comm.gather_to_first(shard, self._name)
+            return self._parts.comm.gather_to_first(shard, self._name)
 
     def _start(self, travels: Tensor, bring: Callable[[Tensor], Tensor]) -> Pending:
         """Start to gather what travels, and keep a second shard of it when it has arrived."""
         second = self.second
         if second is None:
-            return self._setting.comm.all_gather(travels, bring(travels), self._name)
+            return self._parts.comm.all_gather(travels, bring(travels), self._name)
         if second.kept:
             return second.comm.all_gather(travels, second.shard, self._name)
-        pending = self._setting.comm.all_gather(travels, bring(travels), self._name)
+        pending = self._parts.comm.all_gather(travels, bring(travels), self._name)
         return Pending(partial(_arrive, pending, second, travels, second.updates))
 
     def bring(self, full: Tensor) -> Tensor:
         """Return this rank's shard on the device: one that is elsewhere is copied to its slot of `full`."""
         if isinstance(self._place, OnDevice):
             return self._place.view()
-        slot = self._setting.slot(full)
+        slot = self._parts.slot(full)
         with self._place.opened(False) as shard:
             slot.copy_(shard, non_blocking=True)
         return slot
 
     def _encode(self, message: Tensor) -> Tensor:
         """Write this rank's part of a message, and return it."""
-        codec, arena, own = self.codec, self._setting.arena, self._setting.slot(message)
+        codec, arena, own = self.codec, self._parts.arena, self._parts.slot(message)
         assert codec is not None
         with self._place.opened(False) as shard:
             near = shard
@@ -152,7 +152,7 @@ class Wire:
         return own
 
     def _decode(self, pending: Pending, message: Tensor, full: Tensor, fill: bool) -> None:
-        arena, ranks = self._setting.arena, self._setting.comm.size
+        arena, ranks = self._parts.arena, self._parts.comm.size
         assert self.codec is not None
         if fill:
             arena.fill("gathered", full)
@@ -165,7 +165,7 @@ class Wire:
             arena.give_back("wire", message)
 
     def _scratch(self, elements: int) -> Tensor:
-        arena = self._setting.arena
+        arena = self._parts.arena
         return arena.borrow("wire", coding_scratch(elements, arena.device.type), torch.float32)
 
 

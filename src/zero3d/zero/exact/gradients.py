@@ -12,7 +12,7 @@ from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
 from zero3d.zero.gradient_shards import GradientShard
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.policy import Setting, State
+from zero3d.zero.unit_parts import State, UnitParts
 
 
 class ExactGradients(Gradients):
@@ -20,9 +20,9 @@ class ExactGradients(Gradients):
 
     _shard: ExactShard
 
-    def __init__(self, summands: Summands, name: str, layout: UnitLayout, setting: Setting) -> None:
+    def __init__(self, summands: Summands, name: str, layout: UnitLayout, parts: UnitParts) -> None:
         self._summands = summands
-        super().__init__(name, layout, setting, ExactShard)
+        super().__init__(name, layout, parts, ExactShard)
 
     def fill_up(self) -> None:
         """Complete the summand, before `reduce`; where the step has several, add it to the sum that is kept here."""
@@ -78,7 +78,7 @@ class ExactShard(GradientShard):
 
     def _slot(self, sums: Tensor) -> Tensor:
         """Return this rank's slot of a buffer of the whole unit's sums."""
-        return self._setting.slot(self._first_row(sums))
+        return self._parts.slot(self._first_row(sums))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -108,7 +108,7 @@ class ExactShard(GradientShard):
         """Start summing over ranks: this backward's summand, or all of the step's. Moves (N-1)/N Psi elements."""
         source = self._counter.total() if self.kept_here else self._local.buffer
         assert source is not None
-        self._pending = self._setting.comm.all_to_all(self._of_sources(source), self._name, self._sum)
+        self._pending = self._parts.comm.all_to_all(self._of_sources(source), self._name, self._sum)
 
     def _add_sources(self, rows: list[Tensor]) -> Tensor:
         self._sum_of_sources = self._arena.borrow("wire", len(rows[0]), self._wide)
@@ -125,7 +125,7 @@ class ExactShard(GradientShard):
 
     def _push(self, terms: list[Tensor]) -> None:
         """Push what all ranks' summands of one number are together."""
-        if self._setting.across.size == 1:
+        if self._parts.across.size == 1:
             self._counter.push(terms)
             return
         total = self._arena.borrow("bucket", self._layout.shard, self._wide)
@@ -134,9 +134,9 @@ class ExactShard(GradientShard):
         self._arena.give_back("bucket", total)
 
     def _over_copies(self, shard: Tensor) -> None:
-        if self._setting.across.size > 1:
+        if self._parts.across.size > 1:
             add_up = partial(add_tree, arena=self._arena)
-            self._setting.across.all_reduce_tree(shard, self._name, add_up).wait()
+            self._parts.across.all_reduce_tree(shard, self._name, add_up).wait()
 
     def _sum_of_ranks(self, terms: list[Tensor]) -> None:
         """Add up the only terms of a step, in the shard."""

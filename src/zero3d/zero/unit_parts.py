@@ -1,4 +1,4 @@
-"""What a unit is made with: its plan, the memory and messages of its engine, and the states that it goes through.
+"""What a unit is made of: its plan, the memory and messages of its engine, and the states that it goes through.
 
 parameters   SHARDED -> GATHERING -> FULL (<-> KEPT: gathered, but no user may read) -> SHARDED
 gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
@@ -53,8 +53,8 @@ class SlowWire:
         return torch.Generator(device).manual_seed(crc32(text.encode())) if self.stochastic else None
 
 
-class Setting(NamedTuple):
-    """What a unit is, and what it shares with others of its engine.
+class UnitParts(NamedTuple):
+    """What a unit is made of: its plan, and what it shares with others of its engine.
 
     comm        the ranks that states are cut over
     records     what units have in records, by name (buckets.py)
