@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.optim.owners import WIRE, Owners, matrices_of
+from zero3d.plan.decided import policy_of
 from zero3d.plan.rank_model import RankUnit, partition_key, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.optimizer import OPTIMIZERS
@@ -25,7 +26,7 @@ def owners_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[s
     plan   with degrees, stage and what divides the model alone: `owners_key`
     """
     units = [unit for units in rank_model(model, plan, stage).units.values() for unit in units if unit.trainable]
-    found = []
+    found, everywhere = [], not policy_of(plan).row.shards_optimizer
     for name, experts in (("shard", False), (EXPERT_SHARD, True)):
         axis, own = plan.degrees.group(name), _on(units, plan, experts)
         matrices = [
@@ -35,7 +36,7 @@ def owners_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[s
         ]
         if matrices:
             layouts = {number: unit.layout for number, unit in own.items()}
-            found.append((axis, Owners(matrices, layouts, next(iter(layouts.values())).n, plan.zero.stage == 0)))
+            found.append((axis, Owners(matrices, layouts, next(iter(layouts.values())).n, everywhere)))
     return tuple(found)
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import Moved
+from zero3d.plan.decided import policy_of
 from zero3d.plan.rank_model import chunks_of_rank
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sequence.shares import Attended, Heads, Sharing, loss_values
@@ -60,7 +61,7 @@ def masks_fit(model: ModelSpec, tp: int, sp: int) -> bool:
 def attention(model: ModelSpec, plan: ParallelPlan) -> Attended:
     """Return the calls of a block's attention, alike in all blocks."""
     query, key = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-    sharing = Sharing(plan.sp, plan.mesh.sp_kind, plan.zero.exact, MASKED)
+    sharing = Sharing(plan.sp, plan.mesh.sp_kind, policy_of(plan).exact, MASKED)
     by_heads = sharing.by_heads(query, key)
     if by_heads:
         key *= Heads.of(query, key, plan.sp, sharing.repeats).repeat

@@ -15,6 +15,7 @@ from torch import nn
 from zero3d.blueprint.layout import CANONICAL
 from zero3d.config import Config
 from zero3d.distributed.mesh import Mesh
+from zero3d.plan.decided import policy_of
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import outline
@@ -65,6 +66,7 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
         accumulate=mesh.pp,
         precision=config.precision,
     )
+    exact = policy_of(plan).exact
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     weights = {w.name: w for part in spec.parts for unit in part.units if unit.copy_of is None for w in unit.weights}
     keys = []
@@ -74,8 +76,8 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
             first = CANONICAL // mesh.shard if unit.kind.experts else 0  # cells of experts come later
             for piece in layout.pieces(layout.rank_of(mesh.place.dp)) if unit.trainable else ():
                 name = layout.slots[piece.slot].name
-                cells = layout.grid_cells(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
+                cells = layout.grid_cells(piece.offset, piece.stop - piece.start) if exact else [(0, 0, 0)]
                 if name in places:
                     cut = mesh.tp > 1 and weights[name].cut is not None and not unit.kind.experts
-                    keys += [NormKey(first * config.zero.exact + cell, places[name], cut) for cell, _, _ in cells]
+                    keys += [NormKey(first * exact + cell, places[name], cut) for cell, _, _ in cells]
     return [key.to_int() for key in sorted(keys)]
