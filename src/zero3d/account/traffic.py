@@ -12,10 +12,12 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.blueprint.layout import CANONICAL
-from zero3d.blueprint.stages import Stage, resolve_policies, stage_row
+from zero3d.blueprint.policy import Policy
+from zero3d.blueprint.stages import Stage, stage_row
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes, sum_of_copies
-from zero3d.spec.zero import SAME
+from zero3d.spec.sections import Spec
+from zero3d.spec.zero import SAME, Zero
 
 
 class Moved(NamedTuple):
@@ -157,7 +159,7 @@ def step_traffic(
     """
     row, levels = stage_row(stage), n if isinstance(n, Levels) else Levels(n)
     dp = levels.shard * levels.replicate
-    _, reduce = resolve_policies(row, "auto", reduce)
+    often = Policy.of(Spec(Zero(stage, reduce=reduce))).often
     moved: dict[tuple[str, str], Moved] = {}
 
     def add(operation: str, unit: UnitTraffic, calls: int, width: int, elements: int | None = None) -> None:
@@ -182,7 +184,7 @@ def step_traffic(
         elif unit.trainable:
             add("all_gather", unit, 1, gathered_width(row, unit.weight, unit.reduced))
         if unit.trainable:
-            calls = micro_batches if reduce == "every_micro_batch" else 1
+            calls = micro_batches if often else 1
             add("all_to_all" if exact and dp > 1 else "reduce_scatter", unit, calls, unit.wire)
             add_copies(unit, calls if exact else 1)
     orders = ORDERS * (levels.axes + any(unit.ranks is not None for unit in units))

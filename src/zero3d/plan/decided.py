@@ -15,6 +15,7 @@ from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.errors import ConfigError, MeshError
 from zero3d.plan.spec import ParallelPlan
 from zero3d.spec.dtypes import BF16, BY_NAME
+from zero3d.spec.sections import Spec
 
 
 @lru_cache(maxsize=1 << 14)
@@ -24,6 +25,12 @@ def policy_of(plan: ParallelPlan) -> Policy:
     Others' plans in fp8 have weights in bf16.
     """
     return Policy.of(plan if plan.precision in BY_NAME else plan.replace(precision=BF16.name))
+
+
+@lru_cache(maxsize=1024)
+def policy_of_others(plan: ParallelPlan) -> Policy:
+    """Return how units behave in another system, in whose pipelines weights come and go as they do without one."""
+    return Policy.of(Spec(plan.zero))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -35,13 +35,13 @@ from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import gathered_width
 from zero3d.account.transients import reduction_of
 from zero3d.activations.policy import Policy
-from zero3d.blueprint.stages import WINDOW, resolve_policies
+from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
-from zero3d.plan.decided import policy_of, usual_unit
+from zero3d.plan.decided import policy_of, policy_of_others, usual_unit
 from zero3d.plan.footprint import tiles_loss
 from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, total, works
@@ -395,9 +395,8 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     if plan.dp == 1:
         return 0.0
     policy, row = policy_of(plan), policy_of(plan).row
-    release, reduce = policy.release, policy.reduce
-    if not pace.as_zero3d:
-        release, reduce = resolve_policies(row, plan.zero.release, plan.zero.reduce)
+    asked = policy if pace.as_zero3d else policy_of_others(plan)
+    release, reduce = asked.release, asked.reduce
     known = digest(step.model)
     trained = known.trainable / known.params
     often = plan.accumulate * (plan.virtual if pace.as_zero3d else 1)  # a chunk's backward reduces all of its rank

@@ -20,9 +20,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from zero3d.activations.policy import Arithmetic, best_segment, recompute_arithmetic
-from zero3d.blueprint.stages import resolve_policies, stage_row
+from zero3d.blueprint.policy import Policy
 from zero3d.expert_parallel.traffic import Busiest
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import DEVICE, TIERS
+from zero3d.spec.zero import Zero
 from zero3d.train.variants import Variant
 
 CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
@@ -151,7 +154,8 @@ def moment(result: Result) -> str:
     zero, pp = result["config"]["zero"], result["config"]["mesh"]["pp"] or 1
     if zero["exact"]:
         return ""
-    _, reduce = resolve_policies(stage_row(zero["stage"]), zero["release"], zero["reduce"], pp)
+    settings = Zero(zero["stage"], release=zero["release"], reduce=zero["reduce"])
+    reduce = Policy.of(Spec(settings, mesh=Mesh(pp=pp))).reduce
     return reduce if result["batch"]["accumulate"] > 1 else "every_step"
 
 
