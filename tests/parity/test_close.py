@@ -585,8 +585,8 @@ def test_masters_of_a_model_in_parts_are_not_shown(ranks):
 
 def test_a_model_without_room_changes_nothing(monkeypatch):
     from zero3d import OutOfBudget
+    from zero3d.blueprint.auto import Room
     from zero3d.engine import unshard
-    from zero3d.offload.auto_place import Room
 
     model = nn.Linear(4, 4)
     engine = Engine(model, precision="bf16", master="split", accumulate=2)  # whose weights are copied, to be compared
@@ -603,8 +603,8 @@ def test_a_model_without_room_changes_nothing(monkeypatch):
 
 def test_room_for_masters_is_asked_for_before_they_are_shown(monkeypatch):
     from zero3d import OutOfBudget
+    from zero3d.blueprint.auto import Room
     from zero3d.engine import unshard
-    from zero3d.offload.auto_place import Room
 
     model = nn.Linear(4, 4)
     engine = Engine(model, precision="bf16")

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from training import field, metrics, run_in, save_model, save_rows, train, tree
 
-from zero3d.offload.auto_place import Room
+from zero3d.blueprint.auto import Room
 from zero3d.train import offload as of_run
 
 SAME = ("step", "loss", "grad_norm", "lr", "applied")

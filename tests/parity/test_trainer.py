@@ -556,9 +556,9 @@ def test_memory_after_several_trainers_is_that_after_one(ranks, tmp_path):
 def without_room(folder):
     from unittest import mock
 
+    from zero3d.blueprint.auto import Room
     from zero3d.engine import unshard
     from zero3d.integrations.transformers import Trainer
-    from zero3d.offload.auto_place import Room
 
     with launched():
         model = hf("llama")

@@ -10,12 +10,22 @@ import torch.distributed as dist
 from models import adamw, batch, build, loss_of
 
 import zero3d
+from zero3d.blueprint.auto import (
+    LINK,
+    MEMORY,
+    MeasuredRates,
+    Need,
+    Rates,
+    Room,
+    choose_by_measure,
+    choose_executor,
+    gradients_short_of,
+)
 from zero3d.blueprint.policy import Policy
 from zero3d.engine import auto_offload, foundation
 from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
 from zero3d.engine.foundation import update_threads
 from zero3d.models.blocks import find_all_units
-from zero3d.offload.auto_place import LINK, MEMORY, MeasuredRates, Need, Rates, Room, choose_by_measure, choose_executor
 from zero3d.offload.host_adam import scratch_bytes
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
@@ -220,8 +230,13 @@ def chosen_by_ranks():
 
 def test_gradients_leave_where_the_device_has_no_room_for_them():
     need = Need(1000, 100, 30, {"weights": 200, "gradients": 400})
-    assert auto_offload.gradients_short_of(need, Room(700, 10**6, folder=False), 1.0) == -70
-    assert auto_offload.gradients_short_of(need, Room(700, 10**6, folder=False), 0.5) == 430
+    assert gradients_short_of(need, Room(700, 10**6, folder=False), 1.0) == -70
+    assert gradients_short_of(need, Room(700, 10**6, folder=False), 0.5) == 430
+
+
+def test_gradients_and_updates_stay_where_no_states_leave():
+    offload = engine_of({"optimizer": "auto", "gradients": "host", "executor": "host"}, stage=2).offload
+    assert (offload.optimizer, offload.gradients, offload.executor) == ("none", "device", "device")
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -2,9 +2,9 @@
 
 import pytest
 
+from zero3d.blueprint.auto import GRADIENT, UPDATE, WEIGHT, Need, Rates, Room, auto_place, choose_executor
 from zero3d.blueprint.places import leave_device
 from zero3d.errors import OutOfBudget
-from zero3d.offload.auto_place import GRADIENT, UPDATE, WEIGHT, Need, Rates, Room, auto_place, choose_executor
 
 GB = 10**9
 OTHERS = {"weights": 20 * GB, "gradients": 10 * GB, "gathered units": 4 * GB, "activations": 6 * GB}

@@ -22,7 +22,7 @@ from zero3d.plan.memory import NOISE, memory
 from zero3d.plan.search import Row, Target, search
 from zero3d.plan.shapes import gpt, of_params
 from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
-from zero3d.plan.states import states
+from zero3d.plan.states import check_rules, states
 from zero3d.plan.tier_time import chosen_executor, executor_seconds, gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.time import step_seconds
 from zero3d.plan.what_if import what_if
@@ -210,6 +210,20 @@ def test_the_faster_executor_is_chosen_unless_one_is_asked_for():
     assert chosen_executor(P(), slow).offload.executor == "auto"
     notes = evaluate(gpt(2, 256, 4, 512, 64), slow, P(offload="host")).notes
     assert any("are updated on the host: on the device 2 x 12.00 GB at 1.00 GB/s" in note for note in notes)
+
+
+def test_on_a_cpu_a_plan_updates_on_the_host_as_an_engine_does_whatever_the_rates():
+    slow = replace(cluster("cpu", 2), host_bandwidth=1e6)
+    assert chosen_executor(P(offload="host"), slow).offload.executor == "host"
+    assert chosen_executor(P(offload="host", optimizer="muon"), slow).offload.executor == "device"
+
+
+@pytest.mark.parametrize("words", [[], ["offload.gradients=host"], ["offload.executor=host"]])
+def test_a_plan_of_a_file_whose_place_is_open_has_states_gradients_and_updates_on_the_device(words):
+    plan = plan_of(load({}, ["offload.optimizer=auto", *words]), 1)
+    check_rules(plan)
+    assert (plan.offload.optimizer, plan.offload.gradients_leave) == ("none", False)
+    assert plan.offload.executor != "host"
 
 
 def test_seconds_of_updates_follow_the_elements_and_the_fraction():

@@ -9,12 +9,14 @@ import torch
 from models import adamw, build
 
 import zero3d
+from zero3d.account.transients import passing_bytes
+from zero3d.blueprint.auto import Room
 from zero3d.checkpoint.fields import Field
 from zero3d.config import load
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
-from zero3d.offload.auto_place import Room
+from zero3d.memory.scratch import update_bucket
 from zero3d.plan.hardware import cluster as hardware
 from zero3d.spec.offload import Offload
 from zero3d.train import offload
@@ -66,6 +68,15 @@ def test_rank_0s_plan_decides_activations_included(monkeypatch):
 def test_buffers_on_the_device_are_counted_where_it_updates(monkeypatch):
     section, _ = chosen(["offload.optimizer=auto"], monkeypatch, Room(66 * GB, 40 * GB, False), planned=plan())
     assert 0.5 < section.fraction < 0.51
+
+
+@pytest.mark.parametrize(("words", "width"), [
+    ([], 12), (["precision=fp32"], 8), (["precision=fp64"], 16), (["zero.master=split"], 10), (["optimizer.name=muon"], 12),
+])  # fmt: skip
+def test_what_passes_through_the_device_is_as_wide_as_an_engines_records(words, width):
+    need = offload.need_of(plan(), load({}, words), zero3d.Mesh())
+    assert need.record == width * update_bucket("cpu")
+    assert need.passing == passing_bytes("auto", need.record, "cpu", splits="zero.master=split" in words)
 
 
 @pytest.mark.parametrize("planned", [None, "no plan to compare this run with: it is short"])

@@ -7,9 +7,9 @@ from pkgutil import resolve_name
 import pytest
 from by_hand import model_of
 
+from zero3d.blueprint.auto import Room
 from zero3d.blueprint.places import FROZEN, UnitStates, placed_records
 from zero3d.errors import ConfigError
-from zero3d.offload.auto_place import Room
 from zero3d.offload.tiers import OpenTier
 from zero3d.plan import emit
 from zero3d.plan.estimate import evaluate

@@ -26,7 +26,8 @@ from zero3d.blueprint.stages import LEAVING, WINDOW
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
 from zero3d.memory.blocks import padded
-from zero3d.memory.scratch import cast_scratch, update_scratch
+from zero3d.memory.scratch import cast_scratch, update_bucket, update_scratch
+from zero3d.spec.tiers import HOST
 from zero3d.spec.zero import SAME
 
 LOGITS_BUDGET = 4_000_000_000  # bytes; train.tiled_loss=auto makes no logits that take more. One number for all devices
@@ -154,6 +155,14 @@ def sums_of_copies(shards: Sequence[int], how: CopySum, device: str) -> int:
 def ring_bytes(longest: int) -> int:
     """Return the bytes of a ring of buffers for records of at most `longest` bytes."""
     return DEPTH * padded(longest)
+
+
+def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
+    """Return what a device holds for records that pass through it: a ring, and fp32 masters of those in halves.
+
+    record  bytes of the longest one
+    """
+    return 0 if executor == HOST else ring_bytes(record) + record_scratch(update_bucket(device), device, splits)
 
 
 def gradient_staging(elements: int, held: int) -> int:

@@ -6,5 +6,6 @@ policy       settings in which nothing is open any more, and the ranks that unit
 unit         what a unit is: what of it is kept, what comes and goes, what travels and in which dtype
 units        which units there are, their names, and the layout of each
 state_spans  what a rank updates, and where which optimizer states lie in it
+auto         what auto in offload becomes, by need, room and rates
 places       which records of model states leave the device, and how long they are
 """

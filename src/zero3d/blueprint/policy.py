@@ -96,6 +96,11 @@ class Policy(NamedTuple):
         """Return whether weights are gathered for each of their uses: they come and go."""
         return self.row.shards_parameters and self.release != "every_step"
 
+    @property
+    def gradients_may_leave(self) -> bool:
+        """Return whether reduced gradients may wait off the device: shards that come after every micro-batch."""
+        return self.row.shards_gradients and self.often and not self.exact
+
     def stored(self, weight: int) -> int:
         """Return the bytes per parameter that are stored of masters beside weights of `weight` bytes."""
         wide = self.master.itemsize

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -22,18 +23,10 @@ import torch
 
 from zero3d.account.optimizers import OptimizerBytes, state_width
 from zero3d.account.states import NO_BYTES, Held, unit_bytes
-from zero3d.account.transients import coded_messages, record_scratch, ring_bytes, whole_units
-from zero3d.blueprint.stages import WINDOW
-from zero3d.blueprint.unit import UnitPlan
-from zero3d.distributed.mesh import Mesh
-from zero3d.engine.foundation import Foundation
-from zero3d.memory.budget import host_budget
-from zero3d.memory.scratch import update_bucket
-from zero3d.models.blocks import UnitSpec
-from zero3d.offload.auto_place import (
+from zero3d.account.transients import coded_messages, passing_bytes, whole_units
+from zero3d.blueprint.auto import (
     LINK,
     MEMORY,
-    PLACES,
     ExecutorChoice,
     MeasuredRates,
     Need,
@@ -41,16 +34,24 @@ from zero3d.offload.auto_place import (
     Rates,
     Room,
     auto_place,
-    choose_by_measure,
-    choose_executor,
+    executor_of,
+    furthest,
+    gradients_place,
+    gradients_short_of,
 )
+from zero3d.blueprint.stages import WINDOW
+from zero3d.blueprint.unit import UnitPlan
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.foundation import Foundation
+from zero3d.memory.budget import host_budget
+from zero3d.memory.scratch import update_bucket
+from zero3d.models.blocks import UnitSpec
 from zero3d.offload.states import StateKinds
 from zero3d.precision import torch_dtype
 from zero3d.spec.offload import AUTO, HOST_BUDGET, Offload
-from zero3d.spec.sizes import decimal, parse_size
-from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, TIERS, tiers_of
+from zero3d.spec.sizes import parse_size
+from zero3d.spec.tiers import DEVICE, TIERS
 
-MANY = 10**9  # parameters of which an executor is chosen
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
 
@@ -81,21 +82,14 @@ def decide_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Found
     if offload.gradients != AUTO or offload.optimizer == "none":
         return base, ()
     place, why = DEVICE, tuple[str, ...]()
-    may_leave = policy.row.shards_gradients and policy.often and not base.options.zero.exact
-    if may_leave and base.axes.arena.device.type != "cpu":
+    if policy.gradients_may_leave and base.axes.arena.device.type != "cpu":
         short = gradients_short_of(bytes_needed(base, specs), _room_for(base, specs), offload.fraction)
         world = base.axes.world
         most = max(world.read(world.exchange(torch.tensor([float(short)], device=world.device)).flatten(), [0.0]))
-        place = tiers_of(GRADIENTS)[0] if most > 0 else DEVICE
-        room = f"{decimal(int(abs(most)))} {'too much' if most > 0 else 'are left'} with them on the device"
+        place, room = gradients_place(int(most))
         why = (f"offload.gradients=auto: {place}: {room}",)
     offload = replace(offload, gradients=place)
     return base.leaving(offload), why
-
-
-def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
-    """Return the bytes that a device lacks for gradients beside all else that stays; negative where some are left."""
-    return int(sum(need.others.values()) + need.passing + (1 - fraction) * need.states) - room.device
 
 
 def decide_executor(
@@ -107,22 +101,23 @@ def decide_executor(
     states   its bytes per parameter, masters apart
     measure  gives this rank's rates
     """
-    offload, policy, mesh = base.options.offload, base.policy, base.resolved.mesh
-    if offload.executor != AUTO or offload.optimizer == "none":
-        return ExecutorChoice(DEVICE if offload.optimizer == "none" else offload.executor, "")
-    if not on_host:
-        choice = ExecutorChoice(DEVICE, "the host can update only torch's fused Adam and AdamW without amsgrad")
-    elif mesh.on_cpu:
-        choice = ExecutorChoice(HOST, "the device is a CPU: the same bits, in one pass over memory")
-    else:
-        wide = policy.master.itemsize
-        moments = states // wide * state_width(wide, offload.moments)
-        width = policy.stored(base.resolved.precision.dtype.itemsize) + moments
-        if TIERS[offload.optimizer].slots > 1:  # a restart from them has the same kernels, whatever else runs by then
-            choice = choose_executor(width * MANY, MANY, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
-        else:
-            choice = choose_by_measure(width * MANY, MANY, _slowest(base, measure()))
-    return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}")
+    offload, policy = base.options.offload, base.policy
+    wide = policy.master.itemsize
+    moments = states // wide * state_width(wide, offload.moments)
+    width = policy.stored(base.resolved.precision.dtype.itemsize) + moments
+    cannot = "" if on_host else "the host can update only torch's fused Adam and AdamW without amsgrad"
+    choice = executor_of(offload, width, cannot, partial(_rates, base, measure))
+    return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}") if choice.why else choice
+
+
+def _rates(base: Foundation, measure: Callable[[], MeasuredRates]) -> Rates | MeasuredRates | None:
+    """Return the rates by which all ranks choose; None on a CPU."""
+    mesh = base.resolved.mesh
+    if mesh.on_cpu:
+        return None
+    if TIERS[base.options.offload.optimizer].slots > 1:  # a restart from them has the same kernels, whatever runs then
+        return Rates(LINK, MEMORY / (mesh.local_world or mesh.world))
+    return _slowest(base, measure())
 
 
 def _slowest(base: Foundation, rates: MeasuredRates) -> MeasuredRates:
@@ -184,11 +179,6 @@ def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds
     return unit_bytes(plan, layout, OptimizerBytes.of(master, states, updated.elements)), record
 
 
-def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
-    """Return what the device holds for records that pass through it: a ring, and fp32 masters of those in halves."""
-    return 0 if executor == HOST else ring_bytes(record) + record_scratch(update_bucket(device), device, splits)
-
-
 def room_of(mesh: Mesh, offload: Offload) -> Room:
     """Return what this rank may take now: of its device what is free, of the host a fair share."""
     device = mesh.device
@@ -224,4 +214,4 @@ def _furthest(base: Foundation, need: Need, room: Room) -> Placed:
         states, record, passing, device, host, *others = told[start : start + len(row)]
         of_rank = Need(states, record, passing, dict(zip(need.others, others, strict=True)))
         choices.append(auto_place(of_rank, room._replace(device=device, host=None if host < 0 else host)))
-    return max(choices, key=lambda placed: (PLACES.index(placed.optimizer), placed.fraction))
+    return furthest(choices)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from zero3d.blueprint.auto import ExecutorChoice, MeasuredRates
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.engine.auto_offload import decide_executor, state_kinds
 from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import UnitSpec
-from zero3d.offload.auto_place import ExecutorChoice, MeasuredRates
 from zero3d.offload.states import Placement, StateKinds, restarts_from
 from zero3d.offload.tiers import Builder, Site, Stores, Tiers
 from zero3d.spec.tiers import DEVICE, HOST

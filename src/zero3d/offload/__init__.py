@@ -1,6 +1,5 @@
 """What leaves the device: ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857).
 
-auto_place   the place of states, and who updates them, where the caller leaves that open
 rates        by which an executor is chosen, measured once
 records      runs of bytes that move between tiers whole, and what they are as tensors
 tiered_records all records of a rank, wherever each has its place

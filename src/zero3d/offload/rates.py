@@ -17,8 +17,8 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.auto import MeasuredRates
 from zero3d.memory.arena import Arena
-from zero3d.offload.auto_place import MeasuredRates
 from zero3d.offload.host_adam import AdamRule, BucketPiece, BucketStates, HostExecutor
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.auto import ExecutorChoice, MeasuredRates
 from zero3d.blueprint.places import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
@@ -32,7 +33,6 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
 from zero3d.memory.threads import Threads, unwaited
-from zero3d.offload.auto_place import ExecutorChoice, MeasuredRates
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor, OnHost, StagedGradients
 from zero3d.offload.host_adam import HostExecutor, scratch_bytes

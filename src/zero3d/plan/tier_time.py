@@ -14,19 +14,20 @@ computation takes less.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width, states_of
 from zero3d.account.states import WIDTHS
+from zero3d.blueprint.auto import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, executor_of
 from zero3d.blueprint.places import record_widths
-from zero3d.offload.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
 from zero3d.plan.decided import policy_of
+from zero3d.plan.network import CPU
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
+from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS
-
-MANY = 10**9  # parameters for whose update an executor is chosen
 
 
 class Rates(NamedTuple):
@@ -46,11 +47,11 @@ class Rates(NamedTuple):
         return cls(cluster.host_link, cluster.host_bandwidth / cluster.per_node, *rates)
 
 
-def record_width(plan: ParallelPlan, place: str) -> int:
-    """Return the bytes of a parameter in a record of optimizer states: of a matrix, as most of them are."""
+def record_width(plan: ParallelPlan, place: str, matrix: bool = True) -> int:
+    """Return the bytes of a parameter in a record of optimizer states: of a block's matrix, as most are, or not."""
     weight, wide, _ = WIDTHS[plan.precision]
     master = policy_of(plan).stored(weight)
-    states = states_of(plan.optimizer, matrix=True) * state_width(wide, plan.offload.moments)
+    states = states_of(plan.optimizer, matrix) * state_width(wide, plan.offload.moments)
     widths = record_widths(weight, master, states, place)
     return widths.total - (widths.weight if plan.offload.params != "none" else 0)
 
@@ -77,12 +78,13 @@ def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 
 
 def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
-    """Choose by the engine's rule; a tier takes as long in both cases."""
+    """Choose by the engine's rule, and rates of the cluster; a tier takes as long in both cases."""
+    cannot = ""
     if not OPTIMIZERS[plan.optimizer].on_host or plan.precision == "fp64":
-        what = f"the host updates fp32 states of AdamW alone, no {plan.precision} {plan.optimizer}"
-        return ExecutorChoice(DEVICE, what)
-    rates = Rates.of(cluster)
-    return choose_executor(MANY * record_width(plan, DEVICE), MANY, ExecutorRates(rates.link, rates.memory))
+        cannot = f"the host updates fp32 states of AdamW alone, no {plan.precision} {plan.optimizer}"
+    link, memory, *_ = Rates.of(cluster)
+    rates = None if cluster.gpu.name == CPU else ExecutorRates(link, memory)
+    return executor_of(replace(plan.offload, executor=AUTO), record_width(plan, DEVICE), cannot, lambda: rates)
 
 
 def update_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:

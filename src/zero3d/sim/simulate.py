@@ -19,10 +19,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from zero3d import errors
+from zero3d.blueprint.auto import PLACES
 from zero3d.config import Config, settle, to_dict
 from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.offload.auto_place import PLACES
 from zero3d.pipeline.schedules import Schedule
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, Simulation, from_json

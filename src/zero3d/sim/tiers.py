@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zero3d.account.transients import STAGED
+from zero3d.blueprint.auto import LINK, MEMORY, UPDATE, MeasuredRates
 from zero3d.memory.arena import Arena
-from zero3d.offload.auto_place import LINK, MEMORY, UPDATE, MeasuredRates
 from zero3d.offload.executors import DeviceExecutor, Executor, StagedGradients
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field as stored, replace
 from pathlib import Path
 from typing import Any
 
+from zero3d.blueprint.auto import PLACES
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.folders import MANIFEST
 from zero3d.errors import ConfigError
-from zero3d.offload.auto_place import PLACES
 from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.train.criterion import Criterion, Waiting
 from zero3d.train.resume_settings import check_batches, check_settings

@@ -21,23 +21,22 @@ from typing import Any
 
 import torch
 
-from zero3d.account.states import WIDTHS
+from zero3d.account.transients import passing_bytes
+from zero3d.blueprint.auto import Need, Room, auto_place
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.config import Config, offload_of
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.auto_offload import passing_bytes, room_of
+from zero3d.engine.auto_offload import room_of
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
 from zero3d.memory.scratch import update_bucket
-from zero3d.offload.auto_place import Need, Room, auto_place
 from zero3d.page.text import size
 from zero3d.plan.emit import plan_of
-from zero3d.plan.tier_time import chosen_executor, executor_note
+from zero3d.plan.tier_time import chosen_executor, executor_note, record_width
 from zero3d.spec.offload import AUTO
-from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
@@ -134,8 +133,9 @@ def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
     """Return what the fullest rank needs at its fullest instant, as it is planned with everything on the device."""
     parts = {name: int(nbytes) for name, nbytes in plan.estimate.memory.parts.items()}
     states, kind = parts.pop("optimizer", 0), mesh.device.type
-    most = len(OPTIMIZERS[config.optimizer.name].states)  # where Muon's matrices and others mix, all have room
-    record = min(states, (1 + most) * WIDTHS[config.precision].reduced * update_bucket(kind))
+    settings = plan_of(config, mesh.world)
+    width = max(record_width(settings, DEVICE, matrix) for matrix in (True, False))
+    record = min(states, width * update_bucket(kind))
     passing = passing_bytes(config.offload.executor, record, kind, config.zero.master == "split")
     return Need(states, record, passing, parts)
 

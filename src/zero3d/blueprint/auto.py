@@ -1,4 +1,11 @@
-"""Where an optimizer's states are, and who updates them, where a caller leaves that open. Pure arithmetic, no torch.
+"""What `auto` in `offload` becomes: where states are, where gradients wait, who updates. Pure arithmetic, no torch.
+
+An engine asks before its units are built, and a run that has a plan before that; they differ in what they know:
+
+                 of an engine                               of a plan
+    need         its units, of activations nothing          all parts at the fullest instant
+    room         every rank's: the furthest choice counts   the least of any rank
+    rates        measured, or of data sheets for slots      the cluster's
 
     offload.optimizer=auto
         states + others <= device       nothing leaves
@@ -7,10 +14,14 @@
             to a disk                   else, where a folder is given
             or another tier             in the order of their rows (spec/tiers.py)
 
+    offload.gradients=auto              on the device, unless it has no room for them beside all else that stays
+
     offload.executor=auto               the faster one, in seconds of a step, for each parameter
                                         by data sheets                          as measured
         device                          2 x bytes of states / link              2 x bytes of states / both ways at once
         host                            28 B / memory + (4 B + 2 B) / link      1 / Adam's rate + 4 B / down + 2 B / up
+
+Where the device is a CPU, the host updates: the same bits, in one pass. What it cannot update, the device does.
 
 The device is filled first: what stays there costs nothing. Where its memory is the host's own, as a CPU's is, the host
 is no second place.
@@ -19,14 +30,16 @@ is no second place.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from zero3d.errors import OutOfBudget
+from zero3d.spec.offload import AUTO, Offload
 from zero3d.spec.sizes import decimal
-from zero3d.spec.tiers import DEVICE, HOST, OPTIMIZER, TIERS, TierRow, tiers_of
+from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, OPTIMIZER, TIERS, TierRow, tiers_of
 
 PLACES = ("none", *tiers_of(OPTIMIZER))  # of optimizer states, from the fastest
+MANY = 10**9  # parameters for whose update an executor is chosen
 STEPS = 1000  # of a fraction that is chosen: it can be read, and typed again
 UPDATE = 28  # bytes per parameter that Adam reads and writes on the host: master and two moments both ways, gradient
 GRADIENT, WEIGHT = 4, 2  # bytes per parameter on their way down and up
@@ -109,6 +122,23 @@ def auto_place(need: Need, room: Room) -> Placed:
     return Placed(place, fraction, f"{asked}, {of_host}: {decimal(leaves)} leave for the {place}{passing}{full}")
 
 
+def furthest(choices: Iterable[Placed]) -> Placed:
+    """Return the choice by which most leaves: what all ranks do where one of them must."""
+    return max(choices, key=lambda placed: (PLACES.index(placed.optimizer), placed.fraction))
+
+
+def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
+    """Return the bytes that a device lacks for gradients beside all else that stays; negative where some are left."""
+    return int(sum(need.others.values()) + need.passing + (1 - fraction) * need.states) - room.device
+
+
+def gradients_place(short: int) -> tuple[str, str]:
+    """Return where gradients wait, by the bytes that the device with the least room lacks for them, and why."""
+    if short > 0:
+        return tiers_of(GRADIENTS)[0], f"{decimal(short)} too much with them on the device"
+    return DEVICE, f"{decimal(-short)} are left with them on the device"
+
+
 class Rates(NamedTuple):
     """Bytes per second of a rank: of its device's link to the host, and its share of the host's memory."""
 
@@ -162,3 +192,26 @@ def choose_by_measure(states: int, parameters: int, rates: MeasuredRates) -> Exe
         DEVICE if device <= host else HOST,
         f"{rates}: {parameters:,} parameters take {device:.3g} s a step on the device, {host:.3g} s on the host",
     )
+
+
+def executor_of(
+    offload: Offload, width: int, cannot: str, rates: Callable[[], Rates | MeasuredRates | None]
+) -> ExecutorChoice:
+    """Choose who updates records where the settings leave it open.
+
+    width   bytes of a parameter in a record
+    cannot  why the host has not the bits of this optimizer; "" where it has
+    rates   gives those of the slowest rank; None where the device is a CPU
+    """
+    if offload.optimizer == "none":
+        return ExecutorChoice(DEVICE, "")
+    if offload.executor != AUTO:
+        return ExecutorChoice(offload.executor, "")
+    if cannot:
+        return ExecutorChoice(DEVICE, cannot)
+    found = rates()
+    if found is None:
+        return ExecutorChoice(HOST, "the device is a CPU: the same bits, in one pass over memory")
+    if isinstance(found, MeasuredRates):
+        return choose_by_measure(width * MANY, MANY, found)
+    return choose_executor(width * MANY, MANY, found)
