@@ -220,7 +220,9 @@ def test_the_core_needs_the_ground_alone():
     )
 
 
-OF_MANY_OPTIONS = {("engine.engine", "__init__"), ("optim.muon_optimizer", "muon")}  # by name, each with a default
+OF_MANY_OPTIONS = {  # by name, each with a default
+    ("engine.engine", "__init__"), ("optim.muon_optimizer", "muon"), ("spec.declaring", "key"),
+}  # fmt: skip
 
 
 def test_an_optimizer_has_its_name_in_its_row_and_in_files_of_its_own():
