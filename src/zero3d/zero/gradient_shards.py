@@ -48,7 +48,8 @@ class GradientShard(ABC):
     """
 
     def __init__(self, name: str, layout: UnitLayout, parts: UnitParts, local: LocalGradients) -> None:
-        self._name, self._layout, self._parts, self._local = name, layout, parts, local
+        self._name, self._layout = name, layout
+        self._parts, self._local = parts, local
         self._arena, self._wide = parts.arena, parts.wide
         self.unit_plan = parts.plan
         self._shard: Tensor
@@ -369,7 +370,8 @@ class HostShard:
 
     def __init__(self, shard: Tensor, parts: UnitParts) -> None:
         assert parts.to_host is not None
-        self.shard, self._arena, self._to_host = shard, parts.arena, parts.to_host
+        self.shard, self._arena = shard, parts.arena
+        self._to_host = parts.to_host
         self._incoming: Tensor | None = None
         self._crossing: Tensor | None = None
 

@@ -32,8 +32,8 @@ class LocalGradients:
 
     def __init__(self, layout: UnitLayout, parts: UnitParts) -> None:
         assert parts.plan.gradients is not None
-        self._layout, self._arena, self._wide = layout, parts.arena, parts.wide
-        self._plan = parts.plan.gradients
+        self._layout, self._plan = layout, parts.plan.gradients
+        self._arena, self._wide = parts.arena, parts.wide
         self.elements, self.used = layout.total * parts.sources, layout.numel * parts.sources
         self.buffer: Tensor | None = None
         self.views: list[Tensor] = []
