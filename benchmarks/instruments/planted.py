@@ -62,9 +62,10 @@ def bucket_given_back_early() -> Iterator[None]:
 
     def added_up(self: Gradients) -> None:
         add_up(self)
-        used, self._arena.used = self._arena.used, None
-        self._drop_bucket()
-        self._arena.used = used
+        arena = self.local._arena
+        used, arena.used = arena.used, None
+        self.local.close()
+        arena.used = used
 
     with replaced(Gradients, "add_up", added_up):
         yield

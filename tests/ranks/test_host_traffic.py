@@ -316,5 +316,5 @@ def test_a_reduced_shard_goes_to_the_host_once_a_backward_and_nobody_waits(alone
     found, units = alone(gradients_on_host, count, dtype)
     assert units > 2
     assert found.pop(("device to host", "streams.py")) == count * units
-    assert found.pop(("host to device", "gradients.py"), 0) == (count - 1) * units
+    assert found.pop(("host to device", "gradient_shards.py"), 0) == (count - 1) * units
     assert sum(found.values()) <= 4 * units, found  # records of the next step, brought ahead
