@@ -50,10 +50,10 @@ def test_settings_are_read_for_no_decision_outside_of_the_blueprint(found):
     assert all(len(entry["why"]) > 20 for entry in LISTED["reads"].values())
 
 
-def test_a_section_of_any_name_is_seen(tmp_path):
+def test_a_section_of_any_name_is_seen():
     tree = ast.parse("zero = plan.zero\nif zero.stage == 3 or self._options.offload.states or mesh.pp: pass")
-    assert list(reads_in(tree, "engine/x.py")) == ["zero.stage", "offload.states", "mesh.pp"]
-    assert list(reads_in(tree, "train/x.py")) == ["zero.stage", "offload.states"]
+    assert set(reads_in(tree, "engine/x.py")) == {"zero.stage", "offload.states", "mesh.pp"}
+    assert set(reads_in(tree, "train/x.py")) == {"zero.stage", "offload.states"}
 
 
 @pytest.mark.parametrize("decision", LISTED["authors"], ids=lambda entry: entry["decision"])
