@@ -330,7 +330,7 @@ def sums_behind(reduce, on_device=False):
         gradients.sum_copies(0).wait()
         assert not gradients.differs_on_copies
         gradients.complete()
-        found.append([piece.tolist() for piece in gradients.shard_pieces()])
+        found.append([piece.tolist() for piece in gradients.reduced.pieces()])
         assert arena.live("bucket") == 0
         gradients.reset()
     return found
@@ -360,7 +360,7 @@ def test_a_step_that_is_dropped_beside_late_gradients_leaves_nothing(reduce):
     reduce_ones(gradients, 3)
     assert gradients.differs_on_copies
     gradients.sum_copies(1).wait()
-    assert [piece.tolist() for piece in gradients.shard_pieces()] == [[6.0] * 2] * 2
+    assert [piece.tolist() for piece in gradients.reduced.pieces()] == [[6.0] * 2] * 2
 
 
 def test_late_gradients_are_rounded_with_other_numbers_than_the_sum_that_they_are_added_to():

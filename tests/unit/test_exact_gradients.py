@@ -138,7 +138,7 @@ def test_steps_of_any_length_are_summed_in_the_tree_in_the_planned_memory(stage,
             assert rank.comm.travelled == (WIDE if wide else DTYPE)
             assert torch_dtype(rank.grads.plan.travels) == (WIDE if reduce == "every_step" and most > 1 else DTYPE)
             if stage == 0:  # where all ranks' are gathered next
-                assert same_memory(rank.grads.shard, rank.parts.slot(rank.grads._shard.whole))
+                assert same_memory(rank.grads.shard, rank.parts.slot(rank.grads.reduced.whole))
             check_memory(rank, most, alone)
             rank.grads.reset()
 

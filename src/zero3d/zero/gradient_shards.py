@@ -43,6 +43,7 @@ from zero3d.zero.unit_parts import UnitParts
 class GradientShard(ABC):
     """Owns a shard of reduced gradients, the reduction to it, and its gather where every rank updates all (stage 0).
 
+    shard      this rank's reduced gradients
     unit_plan  what the unit is now: a second backward of a step, or more micro-batches, may have made it another
     _local     what is reduced, and the memory in which the shard is where it has none of its own
     """
@@ -54,7 +55,7 @@ class GradientShard(ABC):
         self._local = local
         self._arena, self._wide = parts.arena, parts.wide
         self.unit_plan = parts.plan
-        self._shard: Tensor
+        self.shard: Tensor
         self._pieces: list[Tensor] = []
         self._whole_pieces: list[Tensor] = []
         self._sum_of_sources: Tensor | None = None  # on its way to the reduction
@@ -74,14 +75,8 @@ class GradientShard(ABC):
 
     # --- what is updated from -------------------------------------------------------------------
 
-    @property
-    def shard(self) -> Tensor:
-        """This rank's reduced gradients."""
-        return self._shard
-
-    @shard.setter
-    def shard(self, shard: Tensor) -> None:
-        self._shard, self._pieces = shard, []
+    def _put(self, shard: Tensor) -> None:
+        self.shard, self._pieces = shard, []
 
     @property
     @abstractmethod
@@ -97,7 +92,7 @@ class GradientShard(ABC):
     def owned(self) -> Tensor:
         """Reduced gradients of what this rank updates: its shard, at stage 0 all that was gathered."""
         if self._gathering is None:
-            return self._shard
+            return self.shard
         self.wait()
         return self.whole
 
@@ -109,7 +104,7 @@ class GradientShard(ABC):
     def pieces(self) -> list[Tensor]:
         """Return this rank's pieces of the reduced gradients, in slot order."""
         if not self._pieces:
-            self._pieces = _cut(self._shard, self._layout.pieces(self._parts.comm.rank))
+            self._pieces = _cut(self.shard, self._layout.pieces(self._parts.comm.rank))
         return self._pieces
 
     def owned_pieces(self) -> list[Tensor]:
@@ -163,7 +158,8 @@ class GradientShard(ABC):
 
     def reset(self) -> None:
         """Forget this step's sums."""
-        self._forget_gather()
+        if self._gathering is not None:
+            self._forget_gather()
 
     def follow(self, plan: UnitPlan) -> None:
         """Keep sums from now on as this plan says: local gradients have moved to a wider buffer."""
@@ -232,12 +228,12 @@ class RankOrderShard(GradientShard):
         self._late: Tensor | None = None
         parts, layout = self._parts, self._layout
         if self._in_local:
-            self.shard = parts.slot(self.whole)
+            self._put(parts.slot(self.whole))
         elif self._name in parts.kept:
             self._host = HostShard(parts.kept[self._name], parts)
-            self.shard = self._host.shard
+            self._put(self._host.shard)
         else:
-            self.shard = self._arena.allocate("gradients", layout.shard, layout.used_per_shard, self._wide)
+            self._put(self._arena.allocate("gradients", layout.shard, layout.used_per_shard, self._wide))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -294,17 +290,16 @@ class RankOrderShard(GradientShard):
         self._drop_sum_of_sources()
         if self._stash is not None:
             self.shard.add_(self._stash)
-            self._drop_stash()
+            self._drop_stash(self._stash)
         self._summed = True
 
-    def _drop_stash(self) -> None:
-        if self._stash is not None:
-            self._arena.give_back("bucket", self._stash)
-            self._stash = None
+    def _drop_stash(self, stash: Tensor) -> None:
+        self._arena.give_back("bucket", stash)
+        self._stash = None
 
     def complete(self) -> None:
-        if self.to_host is not None:
-            self.to_host.finish()
+        if self._parts.to_host is not None:
+            self._parts.to_host.finish()
 
     def follow(self, plan: UnitPlan) -> None:
         super().follow(plan)
@@ -315,11 +310,13 @@ class RankOrderShard(GradientShard):
         """Move the shard to this rank's slot of the local buffer, where the plan has it there and it is not yet."""
         if not self.plan.shard and not self._in_local:
             self._arena.free("gradients", self.shard, self._layout.used_per_shard)
-            self.shard, self._in_local = self._parts.slot(self.whole), True
+            self._in_local = True
+            self._put(self._parts.slot(self.whole))
 
     def reset(self) -> None:
         super().reset()
-        self._drop_stash()
+        if self._stash is not None:
+            self._drop_stash(self._stash)
         if self._late is not None:
             self._arena.give_back("bucket", self._late)
         self._late, self._is_of_all = None, False

@@ -28,23 +28,23 @@ class Gradients:
     """Owns a unit's gradients from autograd to the reduced shard: in turn its local ones and what they are reduced to.
 
     local   what autograd gave this rank and no reduction has taken
-    _shard  what reductions come to
+    reduced what reductions come to, and the step reads
     """
 
     def __init__(self, name: str, layout: UnitLayout, parts: UnitParts, make: MakeShard = RankOrderShard) -> None:
         self.local = LocalGradients(layout, parts)
-        self._shard = make(name, layout, parts, self.local)
+        self.reduced = make(name, layout, parts, self.local)
         self.state = State.EMPTY
 
     @property
     def unit_plan(self) -> UnitPlan:
         """What the unit is now: a second backward of a step, or more micro-batches, may have made it another."""
-        return self._shard.unit_plan
+        return self.reduced.unit_plan
 
     @property
     def plan(self) -> GradientPlan:
         """How its gradients are kept and travel now."""
-        return self._shard.plan
+        return self.reduced.plan
 
     # --- a backward -----------------------------------------------------------------------------
 
@@ -56,10 +56,12 @@ class Gradients:
         self.local.hold(index, grad)
 
     def _open(self) -> None:
-        """Make room for local gradients."""
-        self.finish()
-        self._shard.make_way(self.state is State.REDUCED)
-        self.local.open()
+        """Make room for local gradients: asked for each of them, so that nothing is called for nothing."""
+        if self.state is State.REDUCING:
+            self.finish()
+        self.reduced.make_way(self.state is State.REDUCED)
+        if self.local.buffer is None:
+            self.local.open()
         self.state = State.FILLING
 
     def _widen(self) -> None:
@@ -68,7 +70,7 @@ class Gradients:
         assert plan.gradients is not None
         self.local.widen(plan.gradients)
         if plan != self.unit_plan:
-            self._shard.follow(plan)
+            self.reduced.follow(plan)
 
     def land(self) -> None:
         """Copy the gradients that are held into the buffer of all."""
@@ -92,19 +94,19 @@ class Gradients:
         single: they are one backward's, so that the narrow dtype they may travel in rounds no sum of
         several. Moves (N-1)/N Psi elements per rank (reduce-scatter, ZeRO section 7).
         """
-        self._shard.reduce(single)
+        self.reduced.reduce(single)
         self.state = State.REDUCING
 
     def add_up(self) -> None:
         """Wait for a reduction under way on the current stream, and add up there what has come."""
-        self._shard.add_up()
+        self.reduced.add_up()
 
     def finish(self) -> None:
         """Complete a reduction under way."""
         if self.state is not State.REDUCING:
             return
-        self._shard.finish()
-        if not self.unit_plan.adds_up or self._shard.is_late:
+        self.reduced.finish()
+        if not self.unit_plan.adds_up or self.reduced.is_late:
             self.local.filled.clear()
         self.local.close()
         self.state = State.REDUCED
@@ -115,16 +117,16 @@ class Gradients:
         A unit that has taken late gradients since its sum was over needs nothing of it, and takes its turn: peers that
         take theirs later gather that sum now.
         """
-        self._shard.gather(turn_only=self.state is State.FILLING)
+        self.reduced.gather(turn_only=self.state is State.FILLING)
 
     def wait(self) -> None:
         """Wait for what is gathered."""
-        self._shard.wait()
+        self.reduced.wait()
 
     @property
     def differs_on_copies(self) -> bool:
         """Return whether a sum over the ranks that have copies of the shard is still to come."""
-        return self._shard.differs_on_copies
+        return self.reduced.differs_on_copies
 
     def sum_copies(self, step: int) -> Pending:
         """Start summing the shard of a step, by its number, over the ranks that have a copy of it; wait for the result.
@@ -132,12 +134,12 @@ class Gradients:
         Gradients that came after that are summed so once more, and added. Moves 2 (R-1)/R Psi/N elements per rank, over
         R copies, or what a narrow form of terms takes.
         """
-        return self._shard.sum_copies(step)
+        return self.reduced.sum_copies(step)
 
     def complete(self) -> None:
         """Complete the step's sum: nothing more comes."""
         self.finish()
-        self._shard.complete()
+        self.reduced.complete()
 
     def reset(self) -> None:
         """Forget this step's gradients."""
@@ -145,7 +147,7 @@ class Gradients:
         self.finish()
         self.local.close()
         self.local.filled.clear()
-        self._shard.reset()
+        self.reduced.reset()
         self.state = State.EMPTY
 
     # --- the step -------------------------------------------------------------------------------
@@ -153,27 +155,19 @@ class Gradients:
     @property
     def shard(self) -> Tensor:
         """This rank's reduced gradients."""
-        return self._shard.shard
+        return self.reduced.shard
 
     @property
     def owned(self) -> Tensor:
         """Reduced gradients of what this rank updates: its shard, at stage 0 all that was gathered."""
-        return self._shard.owned
+        return self.reduced.owned
 
     @property
     def to_host(self) -> ToHost | None:
         """What copies the shard to the host, where it is kept there."""
-        return self._shard.to_host
-
-    def shard_pieces(self) -> list[Tensor]:
-        """Return this rank's pieces of the reduced gradients, in slot order."""
-        return self._shard.pieces()
-
-    def owned_pieces(self) -> list[Tensor]:
-        """Return the pieces of `owned`, in slot order."""
-        return self._shard.owned_pieces()
+        return self.reduced.to_host
 
     @property
     def buffers(self) -> list[Tensor]:
         """Buffers that live between steps."""
-        return self._shard.buffers
+        return self.reduced.buffers

@@ -73,9 +73,8 @@ class LocalGradients:
         return self._aside is not None
 
     def open(self) -> None:
-        """Make room for gradients."""
-        if self.buffer is None:
-            self._use(self._borrow(self._dtype))
+        """Borrow a buffer."""
+        self._use(self._borrow(self._dtype))
 
     def step_aside(self) -> None:
         """Take gradients into a borrowed buffer until `close`, and leave the kept one as it is."""

@@ -243,7 +243,7 @@ class ShardedOptimizer(OptimizerStates):
             if factors or (self._to_host is not None and self.updates is not None and self.orthogonal is None):
                 factors.append(read["clip"])
             else:
-                multiply([unit.gradients.owned for unit in self._units], clip if read["clip"] != 1.0 else 1.0)
+                multiply([unit.gradients.reduced.owned for unit in self._units], clip if read["clip"] != 1.0 else 1.0)
             if self.orthogonal is not None:
                 self.orthogonal()
             self._update(factors)
@@ -348,7 +348,7 @@ class ShardedOptimizer(OptimizerStates):
     def shard_grads(self) -> Iterator[tuple[MasterPiece, Tensor]]:
         """Yield this rank's pieces of the reduced gradients, in model order (also at stage 0)."""
         for owned, place in self._reduced:
-            yield owned, owned.unit.gradients.shard_pieces()[place]
+            yield owned, owned.unit.gradients.reduced.pieces()[place]
 
     @property
     def _to_host(self) -> ToHost | None:

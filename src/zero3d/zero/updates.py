@@ -83,7 +83,7 @@ class MasterPiece:
     @property
     def gradient(self) -> Tensor:
         """Its reduced gradient."""
-        whole = self.unit.gradients.owned_pieces()[self.place]
+        whole = self.unit.gradients.reduced.owned_pieces()[self.place]
         size = self.master.numel()
         return whole if whole.numel() == size else whole[self.begin : self.begin + size]
 

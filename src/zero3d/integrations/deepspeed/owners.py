@@ -123,7 +123,7 @@ class Owned:
     def _gradients(self) -> Iterator[Part]:
         """Yield this rank's parts of the reduced gradient: a shard's, also at stage 0."""
         layout = self._unit.layout
-        for piece, grad in zip(layout.pieces(self._unit.comm.rank), self._unit.gradients.shard_pieces(), strict=True):
+        for piece, grad in zip(layout.pieces(self._unit.comm.rank), self._unit.gradients.reduced.pieces(), strict=True):
             if layout.slots[piece.slot].name == self._name:
                 yield piece.start, grad
 

@@ -18,7 +18,7 @@ from zero3d.zero.unit_parts import State, UnitParts
 class ExactGradients(Gradients):
     """Owns a unit's gradients; every backward's are a summand, which fills a bucket and is added when it is over."""
 
-    _shard: ExactShard
+    reduced: ExactShard
 
     def __init__(self, summands: Summands, name: str, layout: UnitLayout, parts: UnitParts) -> None:
         self._summands = summands
@@ -26,7 +26,7 @@ class ExactGradients(Gradients):
 
     def fill_up(self) -> None:
         """Complete the summand, before `reduce`; where the step has several, add it to the sum that is kept here."""
-        kept = self._shard.kept_here
+        kept = self.reduced.kept_here
         if not kept:
             super().fill_up()
         elif kept < self._summands.micro_batches:
@@ -35,7 +35,7 @@ class ExactGradients(Gradients):
     def close(self) -> None:
         """Add the summand of the backward that has ended to the sum that is kept here."""
         super().fill_up()
-        self._shard.push_local()
+        self.reduced.push_local()
         self.local.close()
         self.local.filled.clear()
         self.state = State.SUMMED
@@ -68,13 +68,14 @@ class ExactShard(GradientShard):
         self._most, used = micro_batches, self._layout.used_per_shard
         self.unit_plan = self.unit_plan.of_steps(micro_batches)
         if self._per_step and self.plan.shard:
-            self.shard = self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
+            self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
+            self._put(self._alone)
             return
         if self._alone is not None:
             self._arena.free("gradients", self._alone, used)
             self._alone = None
         first = self._counter.grow(self.plan.counters)
-        self.shard = self._slot(first) if self._per_step else first
+        self._put(self._slot(first) if self._per_step else first)
 
     def _slot(self, sums: Tensor) -> Tensor:
         """Return this rank's slot of a buffer of the whole unit's sums."""
@@ -141,18 +142,18 @@ class ExactShard(GradientShard):
     def _sum_of_ranks(self, terms: list[Tensor]) -> None:
         """Add up the only terms of a step, in the shard."""
         if self._alone is not None:
-            self.shard = add_tree(terms, self._alone, self._arena)
+            self._put(add_tree(terms, self._alone, self._arena))
         elif not self._counter.count:
-            self.shard = add_tree(terms, self._slot(self._counter.open()), self._arena)
+            self._put(add_tree(terms, self._slot(self._counter.open()), self._arena))
         else:
-            self.shard = self._slot(self._counter.total())  # one of the terms
+            self._put(self._slot(self._counter.total()))  # one of the terms
             total = self._arena.borrow("wire", self.shard.numel(), self.shard.dtype)
             self.shard.copy_(add_tree(terms, total, self._arena))
             self._arena.give_back("wire", total)
 
     def complete(self) -> None:
         if not self._per_step:
-            self.shard = self._counter.total()
+            self._put(self._counter.total())
 
     def reset(self) -> None:
         super().reset()
