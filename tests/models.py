@@ -206,4 +206,4 @@ def clone(model):
 
 def planned_bytes(engine):
     """Model states per rank by formula, padding apart."""
-    return engine._assembly.accounts.planned
+    return engine._parts.accounts.planned

@@ -152,7 +152,7 @@ def gradients(exact, stage, reduce):
     engine = engine_of(Given(build()), stage=stage, reduce=reduce, exact=exact)
     for k, batch in enumerate(micro := micro_batches_of(engine, 0)):
         total, weight = loss(engine(*batch), batch)
-        engine._assembly.execution.backward_sum(total, weight, last=k == len(micro) - 1)
+        engine._parts.execution.backward_sum(total, weight, last=k == len(micro) - 1)
     engine.reductions.catch_up()
     outcome = []
     for owned, grad in engine.optimizer.shard_grads():

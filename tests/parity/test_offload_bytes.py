@@ -65,7 +65,7 @@ def check_bytes(folder, given, bucket):
         for number in range(2):
             step(engine, case, number)
         assert not unplanned(engine), case
-        tiers = engine._assembly.runtime.tiers
+        tiers = engine._parts.tiers
         rows = [
             row for row in engine.memory if row.category != "frozen originals"
         ]  # no slab's: tests/parity/test_close.py
@@ -115,7 +115,7 @@ def test_after_the_first_step_nothing_is_allocated_for_tiers(tmp_path, place, st
     case = Case(stage=stage, master="split")
     with buckets_of(2048), ExitStack() as stack:
         engine = engine_of(case, away(place, tmp_path))
-        arenas = engine._assembly.runtime.tiers.arenas | {"device": engine.arena}
+        arenas = engine._parts.tiers.arenas | {"device": engine.arena}
 
         def flushed(number):
             step(engine, case, number)

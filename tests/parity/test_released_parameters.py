@@ -250,7 +250,7 @@ def test_parameters_are_plain_ones_while_they_are_gathered_and_after_the_close(r
 def views_beyond_a_block(precision):
     """Sums of a view that is kept beyond full_params(): there, after a step; and memory that is kept with and without."""
     engine = zero3d.Engine(build("net"), stage=3, precision=precision, optimizer=adamw)
-    full = [unit.weights.full.untyped_storage() for unit in engine._assembly.runtime.units]
+    full = [unit.weights.full.untyped_storage() for unit in engine._parts.units]
     for each in range(2):
         with engine.full_params():
             view = engine.module.layers[0].up.weight.data

@@ -74,7 +74,7 @@ def noted(cases):
 
 
 def other_notes(base, keywords):
-    was, now = (engine_state(engine_of_base(base, **each)._assembly).about for each in ({}, keywords))
+    was, now = (engine_state(engine_of_base(base, **each)._parts).about for each in ({}, keywords))
     return {name for name in was | now if was[name] != now[name]}
 
 

@@ -468,7 +468,7 @@ def copies_save(folder, shard):
     engine = engine_of(STAGES[3], exact=False, shard=shard)
     engine.train_batch(mixtures.own_part(engine, 0))
     engine.save(folder)
-    held = sum(piece.values.numel() for piece in state_pieces(engine_state(engine._assembly)))
+    held = sum(piece.values.numel() for piece in state_pieces(engine_state(engine._parts)))
     return held, 3 * sum(slot.numel for unit in engine.units for slot in unit.layout.slots)
 
 

@@ -201,7 +201,7 @@ def two_steps(folder):
 def half_overwritten(folder):
     """Step 2 is committed, the slot of step 1 has a record of step 3, and there is a note of step 1 alone."""
     engine = two_steps(folder)
-    slab = engine._assembly.runtime.tiers.store._slab
+    slab = engine._parts.tiers.store._slab
     slab.confirm(2)
     slab.write(0, memoryview(mmap.mmap(-1, slab.nbytes)))
     del engine, slab

@@ -97,7 +97,7 @@ def logical(family):
 
 def held(engine):
     """Every state this rank holds, as (name, state, flat range of its local parameter, values)."""
-    saved = engine_state(engine._assembly)
+    saved = engine_state(engine._parts)
     for owned in saved.optimizer.pieces:
         states = {"master": owned.master} | saved.optimizer.torch.state[owned.master]
         for state in ("master", *MOMENTS):
@@ -115,7 +115,7 @@ def held(engine):
 
 
 def expected_of(engine, values, name, state, span):
-    cut = engine_state(engine._assembly).cut(name)
+    cut = engine_state(engine._parts).cut(name)
     whole = values[name, state]
     local = whole if cut is None else cut.extract(whole)
     return local.reshape(-1)[span]

@@ -53,7 +53,7 @@ def with_room(monkeypatch, room):
 def test_what_an_engine_needs_is_what_it_then_holds(options):
     engine = engine_of(**options)
     specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
-    need = bytes_needed(engine._assembly.base, specs)
+    need = bytes_needed(engine._parts, specs)
     planned = {entry.category: entry.planned for entry in engine.memory}
     held = {"optimizer": need.states, "parameters": need.others["weights"], "gradients": need.others["gradients"]}
     assert held == {category: planned[category] for category in held}
@@ -73,7 +73,7 @@ OPTIMIZERS = {
 
 def need_of(engine):
     specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
-    return bytes_needed(engine._assembly.base, specs)
+    return bytes_needed(engine._parts, specs)
 
 
 def held_states(name, stage, precision):
@@ -110,7 +110,7 @@ def engine_with_experts(stage, experts):
         precision="bf16",
         optimizer=adamw,
     )
-    base = engine._assembly.base
+    base = engine._parts
     stacked = base.partition.experts.parameters()
     specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype, stacked)
     return engine, bytes_needed(base, specs).others
@@ -164,7 +164,7 @@ def test_records_of_an_optimizer_of_two_kinds_are_as_long_as_the_longest():
 def test_what_is_off_the_device_anyway_is_not_counted():
     engine = engine_of({"params": "host", "gradients": "host", "optimizer": "host", "executor": "host"})
     specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
-    need = bytes_needed(engine._assembly.base, specs)
+    need = bytes_needed(engine._parts, specs)
     assert (need.others["weights"], need.others["gradients"], need.passing) == (0, 0, 0)
 
 
@@ -202,7 +202,7 @@ def room_for(base, specs, leaves):
 def parts(given):
     """What an engine of these settings chooses by."""
     engine = engine_of()
-    base = engine._assembly.base
+    base = engine._parts
     base = auto_offload.replace(base, options=auto_offload.replace(base.options, offload=Offload.of(given)))
     return base, find_all_units(engine.chunks.values(), None, engine.precision.dtype)[0]
 
@@ -300,7 +300,7 @@ def test_an_engine_updates_with_the_threads_of_its_rank(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     engine = engine_of({"optimizer": "host"})
     assert engine.offload.executor == "host"
-    assert engine._assembly.runtime.tiers.arenas["host"].live("wire") == scratch_bytes(3)
+    assert engine._parts.tiers.arenas["host"].live("wire") == scratch_bytes(3)
 
 
 # --- executor -----------------------------------------------------------------------------------
@@ -325,11 +325,9 @@ def chosen(device, on_host=True, split=False, rates=RATES, **offload):
         policy=Policy.of(Spec(Zero(master="split" if split else "fp32"))),
         axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device)), world=Alone()),
         options=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload)),
-        resolved=SimpleNamespace(
-            mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8, device=torch.device("cpu")),
-            precision=SimpleNamespace(dtype=torch.bfloat16),
-        ),
-    )  # fmt: skip
+        mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8, device=torch.device("cpu")),
+        precision=SimpleNamespace(dtype=torch.bfloat16),
+    )
     return decide_executor(base, on_host, 8, lambda: rates)
 
 
@@ -408,8 +406,8 @@ def test_what_auto_puts_on_a_disk_is_there(monkeypatch, tmp_path):
 
 def test_weights_that_are_on_the_device_are_room_for_what_takes_them_over(monkeypatch):
     with_room(monkeypatch, Room(1000, 7 * GB, False))
-    arena, mesh = SimpleNamespace(device=torch.device("meta")), SimpleNamespace(mesh=None)
-    base = SimpleNamespace(axes=SimpleNamespace(arena=arena), resolved=mesh, options=SimpleNamespace(offload=None))
+    arena = SimpleNamespace(device=torch.device("meta"))
+    base = SimpleNamespace(axes=SimpleNamespace(arena=arena), mesh=None, options=SimpleNamespace(offload=None))
     there, elsewhere = (torch.nn.Parameter(torch.empty(100, device=device)) for device in ("meta", "cpu"))
     specs = [SimpleNamespace(params={"a": there, "tied": there}), SimpleNamespace(params={"b": elsewhere})]
     assert auto_offload._room_for(base, specs).device == 1000 + 400

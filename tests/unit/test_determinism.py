@@ -190,13 +190,16 @@ def added(dp_algorithm, travels, dp=4, tp=1, exact=False, micro_batches=1, reduc
     axes = SimpleNamespace(
         dp=SimpleNamespace(algorithm=dp_algorithm, size=dp), tp=SimpleNamespace(algorithm="native", size=tp)
     )
-    units = [SimpleNamespace(grads=1, gradients=SimpleNamespace(travels=dtype)) for dtype in travels]
-    order, policy = SimpleNamespace(summands=1 if exact else None), SimpleNamespace(reduce=reduce)
-    base = SimpleNamespace(axes=axes, order=order, resolved=SimpleNamespace(policy=policy))
-    runtime = SimpleNamespace(
-        units=[*units, SimpleNamespace(grads=None)], accumulation=SimpleNamespace(usual=micro_batches)
+    plans = [SimpleNamespace(travels=dtype) for dtype in travels]
+    units = [SimpleNamespace(grads=1, gradients=SimpleNamespace(plan=plan)) for plan in plans]
+    parts = SimpleNamespace(
+        axes=axes,
+        order=SimpleNamespace(summands=1 if exact else None),
+        policy=SimpleNamespace(often=reduce == "every_micro_batch"),
+        units=[*units, SimpleNamespace(grads=None)],
+        accumulation=SimpleNamespace(usual=micro_batches),
     )
-    return tuple(who_adds(SimpleNamespace(base=base, runtime=runtime)).values())
+    return tuple(who_adds(parts).values())
 
 
 def test_what_is_sent_in_16_bits_is_added_in_rank_order_and_wide_gradients_by_the_backend():

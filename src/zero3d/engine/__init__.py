@@ -4,7 +4,8 @@ engine.py            `Engine`: forward, backward, step, train_batch, evaluate, g
 checkpoints.py       `engine.checkpoints`: save, load, slots of a disk, fingerprint, export
 options.py           its settings as one record, and what they mean for a model on a mesh
 checks.py            what is refused before anything is allocated
-assembly.py          its parts, built in the order in which they need each other
+parts.py             what it is made of, in one record that grows while it is built
+assembly.py          builds these in the order in which they need each other
 foundation.py        axes, this rank's share of the model, the order of sums
 partition.py         the model over pp and tp
 tiling.py            what is computed in tiles, and what cannot be

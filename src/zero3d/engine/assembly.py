@@ -14,14 +14,14 @@ execution   direct, or through pipeline stages                       execution.p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero3d.activations.compilation import compiled_note
 from zero3d.activations.host_slots import HostSlots
@@ -34,18 +34,18 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.auto_offload import OffloadChoice, decide_gradients, decide_place
 from zero3d.engine.checks import bind_scheduler
-from zero3d.engine.closing import Before, Changes, give_back_optimizer
+from zero3d.engine.closing import Before
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
-from zero3d.engine.feature import Built, Feature
 from zero3d.engine.features import check_features, open_features
 from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.freezing import Freezing
 from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.engine.generation import last_only
-from zero3d.engine.guards import guard, guard_gradients, guard_rest, leave_gradients
+from zero3d.engine.guards import guard, guard_gradients, guard_rest
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options, parts_activations, resolve
+from zero3d.engine.parts import Parts
 from zero3d.engine.registry import Registry
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
@@ -56,7 +56,6 @@ from zero3d.models.blocks import find_all_units
 from zero3d.models.packing import position_rows
 from zero3d.models.targets import Targets
 from zero3d.models.wrappers import compile_by_block, unwrap
-from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.step import Callbacks
 from zero3d.spec.tiers import DEVICE
 from zero3d.tensor_parallel.channel import Channel
@@ -67,87 +66,7 @@ if TYPE_CHECKING:
     from zero3d.pipeline.runner import Pipeline
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """The parts of an engine.
-
-    base       options, axes and this rank's share of the model
-    runtime    units, and what gathers, reduces and updates them
-    features   what there is beside training itself, in the order in which it is called
-    registry   the parameters, buffers and modules that the model has
-    freezing   trains and freezes them between steps
-    execution  how micro-batches go through the model; `pipeline` where there is one
-    targets    how the model's own loss counts them
-    kept_inputs  of recomputed blocks, where they are not kept as they are
-    offload    what leaves the device, nothing of it open any more
-    frozen_base  the folder whose values frozen weights have; None without
-    originals  values of frozen parameters in the dtype in which they came
-    notes      lines for people about what computes: what is in fp8, what is compiled
-    changes    what the model's modules were before
-    """
-
-    base: Foundation
-    runtime: Runtime
-    features: Sequence[Feature]
-    registry: Registry
-    freezing: Freezing
-    stepper: Stepper
-    whole_parameters: WholeParameters
-    accounts: Accounts
-    pipeline: Pipeline | None
-    execution: Execution
-    targets: Targets
-    kept_inputs: KeptInputs | None
-    offload: OffloadChoice
-    frozen_base: FrozenBase | None
-    originals: FrozenOriginals
-    notes: tuple[str, ...]
-    changes: Changes
-
-    @property
-    def has_whole_model(self) -> bool:
-        """True where the model is cut over dp alone, not over tp, pp or ep."""
-        return not self.base.resolved.mesh.degrees.cuts_model
-
-    def close(self, resized: Mapping[str, Tensor]) -> None:
-        """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.
-
-        resized  values that the caller has given parameters in another shape
-
-        Over tp, pp and ep a rank has parts of the parameters alone: there the model refuses to be used.
-        """
-        base, model, full_model = self.base, self.changes.model, self.base.partition.full_model
-        slots = [
-            (unit, slot.name, p)
-            for unit in self.runtime.units
-            for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
-        ]
-        values = self.whole_parameters.masters(full_model, self.changes.dtypes) if self.has_whole_model else {}
-        for name, value in resized.items() if values else ():
-            values[full_model.owner(name)] = value.to(self.changes.dtypes[full_model.owner(name)])
-        leave_gradients(p for _, _, p in slots)
-        if base.sequence is not None:
-            base.sequence.close()
-        owned = {full_model.owner(name): p for _, name, p in slots if name not in full_model.tiles}
-        made = self.changes.undo(values, owned, {full_model.owner(name) for _, name, p in slots if p.requires_grad})
-        updated = {full_model.owner(name) for unit, name, _ in slots if unit.grads is not None}
-        groups: list[list[nn.Parameter]] = [[] for _ in range(base.resolved.groups.groups)]
-        there = set(model.parameters())
-        for name, p in made.items() if self.has_whole_model else ():
-            if name in updated and p in there:
-                groups[base.resolved.groups.group(name)].append(p)
-        give_back_optimizer(self.runtime.optimizer.torch, groups)
-        if not self.has_whole_model:
-            guard_rest(model, set(), CLOSED_IN_PARTS)
-
-
-CLOSED_IN_PARTS = (
-    "was cut over tp, pp or ep, and the engine that had its parts is closed: load what engine.export(directory) wrote "
-    "before, or build the model anew."
-)
-
-
-def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
+def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     """Build an engine's parts; the model's parameters become views of unit storages.
 
     Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
@@ -177,7 +96,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
     units, tiers, slots = build_units(base, specs, options.weights)
-    runtime = replace(start(base, units, uses, tiers), slots=slots)
+    runtime = start(base, units, uses, tiers, slots)
     guard_gradients(p for unit in runtime.units for p in unit.weights.params)
     if kept is not None and kept.slots is not None and tiers is not None:
         kept.slots.others = tiers.host_bytes
@@ -185,15 +104,15 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
     frozen_base = _frozen_base(base, options.weights)
-    whole = WholeParameters(base.axes, runtime, partial(_note_writes, base, frozen_base), originals)
-    base.axes.dp.note_steps(options.zero.stage)
-    stepper = Stepper(base, runtime, bind_scheduler(options.scheduler, runtime.optimizer.torch))
-    features = stepper.features = open_features(Built(base, runtime, lambda: stepper.count))
-    pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
+    whole = WholeParameters(runtime, partial(_note_writes, base, frozen_base), originals)
+    axes.dp.note_steps(options.zero.stage)
+    stepper = Stepper(runtime, bind_scheduler(options.scheduler, runtime.optimizer.torch))
+    features = stepper.features = open_features(runtime)
+    pipeline = _open_pipeline(runtime, losses, whole) if axes.pp.size > 1 else None
     if pipeline is None:
-        execution: Execution = Direct(base, runtime, losses, stepper, only)
+        execution: Execution = Direct(runtime, losses, stepper, only)
     else:
-        execution = Pipelined(pipeline, base, runtime, losses, stepper, only)
+        execution = Pipelined(pipeline, runtime, losses, stepper, only)
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
@@ -207,30 +126,29 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         unit.weights.before_refusing.append(registry.check)
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
-    return Assembly(
-        base=base,
-        runtime=runtime,
+    noted = (compiled_note(module), *(feature.note for feature in features))
+    return Parts(
+        **vars(runtime) | {"notes": (*runtime.notes, *filter(None, noted))},
         features=features,
         registry=registry,
-        freezing=Freezing(base, runtime, features),
+        freezing=Freezing(runtime, features),
         stepper=stepper,
         whole_parameters=whole,
-        accounts=_accounts(base, runtime, kept),
+        accounts=_accounts(runtime, kept),
         pipeline=pipeline,
         execution=execution,
         targets=targets,
         kept_inputs=kept,
-        offload=_chosen(base, tiers, why),
+        offload=_chosen(runtime, why),
         frozen_base=frozen_base,
         originals=originals,
-        notes=(*base.notes, *filter(None, [compiled_note(module), *(feature.note for feature in features)])),
         changes=before.changes(),
     )
 
 
 def _keep_inputs(base: Foundation) -> KeptInputs | None:
     """Have recomputed blocks keep their inputs in parts over tp, or on the host, if options say so."""
-    options, mesh, chunks = base.options, base.resolved.mesh, base.partition.chunks
+    options, mesh, chunks = base.options, base.mesh, base.partition.chunks
     offload, over_tp, slots = options.offload, None, None
     if parts_activations(options.mesh):
         channel = Channel(mesh.axis("tp"), base.axes.ledger)
@@ -267,42 +185,42 @@ def _note_writes(base: Foundation, frozen_base: FrozenBase | None, written: Sequ
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
     """Keep what frozen parameters are where a model is given back whole and the engine does not load them itself."""
     dp = base.axes.dp
-    if base.resolved.mesh.degrees.cuts_model or options.weights is not None:
+    if base.mesh.degrees.cuts_model or options.weights is not None:
         return FrozenOriginals({}, dp)
-    return FrozenOriginals.of(model, base.resolved.precision.dtype, dp)
+    return FrozenOriginals.of(model, base.precision.dtype, dp)
 
 
-def _chosen(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> OffloadChoice:
-    offload = base.options.offload
+def _chosen(runtime: Runtime, why: tuple[str, ...]) -> OffloadChoice:
+    offload, tiers = runtime.options.offload, runtime.tiers
     if tiers is None:
         return OffloadChoice(replace(offload, executor=DEVICE), why)
     return OffloadChoice(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
-def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Accounts:
-    axes = base.axes
+def _accounts(runtime: Runtime, kept: KeptInputs | None) -> Accounts:
+    axes = runtime.axes
     inputs = None if kept is None else kept.slots
     return Accounts(runtime.units, runtime.optimizer, axes.arena, axes.shard(), runtime.tiers, inputs)
 
 
-def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:
+def _open_pipeline(runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:
     """Return this rank's end of the pipeline; the axis keeps what failed before, which raises Zero3dError."""
     from zero3d.pipeline.runner import Pipeline  # with torch's pipelining, DTensor and sympy: a second
 
     callbacks = Callbacks(
         accumulation=runtime.accumulation,
         sweep=runtime.reductions.sweep,
-        begin=base.order.draw or (lambda *_: None),
-        done=partial(base.order.close, runtime.reductions, runtime.units),
+        begin=runtime.order.draw or (lambda *_: None),
+        done=partial(runtime.order.close, runtime.reductions, runtime.units),
         gathered=whole.of_chunk,
-        arena=base.axes.arena,
-        own_shape=tuple if base.sequence is None else base.sequence.own_shape,
+        arena=runtime.axes.arena,
+        own_shape=tuple if runtime.sequence is None else runtime.sequence.own_shape,
     )
     return Pipeline(
-        base.partition.chunks,
-        base.resolved.schedule,
-        base.resolved.mesh.axis("pp"),
-        base.axes.ledger,
+        runtime.partition.chunks,
+        runtime.schedule,
+        runtime.mesh.axis("pp"),
+        runtime.axes.ledger,
         callbacks,
         losses.sum_and_weight,
         losses.taken,

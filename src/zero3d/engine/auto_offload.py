@@ -104,7 +104,7 @@ def decide_executor(
     offload, policy = base.options.offload, base.policy
     wide = policy.master.itemsize
     moments = states // wide * state_width(wide, offload.moments)
-    width = policy.stored(base.resolved.precision.dtype.itemsize) + moments
+    width = policy.stored(base.precision.dtype.itemsize) + moments
     cannot = "" if on_host else "the host can update only torch's fused Adam and AdamW without amsgrad"
     choice = executor_of(offload, width, cannot, partial(_rates, base, measure))
     return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}") if choice.why else choice
@@ -112,7 +112,7 @@ def decide_executor(
 
 def _rates(base: Foundation, measure: Callable[[], MeasuredRates]) -> Rates | MeasuredRates | None:
     """Return the rates by which all ranks choose; None on a CPU."""
-    mesh = base.resolved.mesh
+    mesh = base.mesh
     if mesh.on_cpu:
         return None
     if TIERS[base.options.offload.optimizer].slots > 1:  # a restart from them has the same kernels, whatever runs then
@@ -123,14 +123,14 @@ def _rates(base: Foundation, measure: Callable[[], MeasuredRates]) -> Rates | Me
 def _slowest(base: Foundation, rates: MeasuredRates) -> MeasuredRates:
     """Return of each rate the least that any rank has. One exchange of four numbers."""
     world = base.axes.world
-    rows = world.exchange(torch.tensor(rates, dtype=torch.float64, device=base.resolved.mesh.device))
+    rows = world.exchange(torch.tensor(rates, dtype=torch.float64, device=base.mesh.device))
     return MeasuredRates(*world.read(rows.amin(0), list(rates)))
 
 
 def state_kinds(base: Foundation) -> StateKinds:
     """Return what the engine's optimizer keeps for each element. Raises ConfigError."""
     wide, moments = torch_dtype(base.policy.master), base.options.offload.moments
-    return StateKinds.of(base.resolved.groups, wide, moments, base.axes.arena.device)
+    return StateKinds.of(base.groups, wide, moments, base.axes.arena.device)
 
 
 # --- place --------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def room_of(mesh: Mesh, offload: Offload) -> Room:
 
 def _room_for(base: Foundation, specs: Sequence[UnitSpec]) -> Room:
     """Return what this rank may take for its units: what it may take now, and what their weights hold until then."""
-    room, device = room_of(base.resolved.mesh, base.options.offload), base.axes.arena.device
+    room, device = room_of(base.mesh, base.options.offload), base.axes.arena.device
     if device.type == "cpu":
         return room
     storages = (p.untyped_storage() for spec in specs for p in spec.params.values() if p.device == device)
@@ -207,7 +207,7 @@ def _furthest(base: Foundation, need: Need, room: Room) -> Placed:
     host = -1 if room.host is None else room.host
     row = [need.states, need.record, need.passing, room.device, host, *need.others.values()]
     world = base.axes.world
-    rows = world.exchange(torch.tensor(row, dtype=torch.float64, device=base.resolved.mesh.device))
+    rows = world.exchange(torch.tensor(row, dtype=torch.float64, device=base.mesh.device))
     told = [int(value) for value in world.read(rows.flatten(), row * world.size)]
     choices = []
     for start in range(0, len(told), len(row)):

@@ -21,7 +21,8 @@ from torch import Tensor
 from zero3d.account.transients import average_scratch
 from zero3d.checkpoint.manifest import AVERAGE
 from zero3d.checkpoint.resume_contract import EMA
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
+from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket, update_scratch
@@ -47,9 +48,9 @@ class Averages(Feature):
         self.loaded()
 
     @classmethod
-    def opened(cls, built: Built) -> Self | None:
-        decay = built.base.options.ema
-        return None if decay is None else cls(decay, built.runtime.optimizer, built.base.axes.arena)
+    def opened(cls, parts: Runtime) -> Self | None:
+        decay = parts.options.ema
+        return None if decay is None else cls(decay, parts.optimizer, parts.axes.arena)
 
     def refuse(self, call: str) -> None:
         """Raise ConfigError where weights are averages."""

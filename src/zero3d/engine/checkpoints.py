@@ -33,8 +33,8 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry
-from zero3d.engine.assembly import Assembly
 from zero3d.engine.foundation import Foundation, host_share
+from zero3d.engine.parts import Parts
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.unshard import Unsharded
@@ -56,19 +56,19 @@ class Checkpoints:
     loaded   what the run that saved it noted its bits to depend on; None before a load
     """
 
-    def __init__(self, assembly: Assembly, unsharded: Unsharded, saves: Saves) -> None:
-        self._assembly = assembly
+    def __init__(self, parts: Parts, unsharded: Unsharded, saves: Saves) -> None:
+        self._parts = parts
         self._unsharded, self._saves = unsharded, saves
-        self._mesh = assembly.base.resolved.mesh
-        self._numbers = numbers_of(assembly.base.partition.chunks.values())
+        self._mesh = parts.mesh
+        self._numbers = numbers_of(parts.partition.chunks.values())
         self.resumed = ""
         self.loaded: Mapping[str, Any] | None = None
 
     def _state(self, loop: Mapping[str, Any] | None = None) -> EngineState:
-        return engine_state(self._assembly, loop, self._numbers)
+        return engine_state(self._parts, loop, self._numbers)
 
     def _refuse(self, call: str) -> None:
-        for feature in self._assembly.features:
+        for feature in self._parts.features:
             feature.refuse(call)
 
     # --- to files -------------------------------------------------------------------------------
@@ -79,15 +79,15 @@ class Checkpoints:
         """Write `directory/step-N`, as `Engine.save` says."""
         self._refuse("save()")
         _check_places("save", directory, to)
-        self._assembly.registry.check()
-        if micro_batches := self._assembly.runtime.accumulation.count:
+        self._parts.registry.check()
+        if micro_batches := self._parts.accumulation.count:
             raise CheckpointError(
                 f"save() after {micro_batches} micro-batches of a step that is not applied yet: a checkpoint "
                 "holds no gradients, so they would be lost. Save after the step() that applies it, or forget them with "
                 "engine.zero_grad()."
             )
         with self._mesh.heartbeat.phase("save"), self._unsharded.resharded():
-            self._assembly.runtime.optimizer.flush()
+            self._parts.optimizer.flush()
             save = self._saves.now if wait else self._saves.begin
             return save(Path(directory), lambda: self._state(loop), to)
 
@@ -113,7 +113,7 @@ class Checkpoints:
 
     def reserve_saves(self) -> None:
         """Take the memory of saves with `wait=False`. Raises OutOfBudget."""
-        self._assembly.runtime.optimizer.flush()
+        self._parts.optimizer.flush()
         self._saves.reserve(self._state())
 
     @property
@@ -125,9 +125,9 @@ class Checkpoints:
 
     def fingerprint(self) -> str:
         """Return one hash of all masters and optimizer states; all ranks call it."""
-        self._assembly.registry.check()
+        self._parts.registry.check()
         with self._unsharded.resharded():
-            self._assembly.runtime.optimizer.flush()
+            self._parts.optimizer.flush()
             return fingerprint(self._state())
 
     def export(
@@ -135,13 +135,13 @@ class Checkpoints:
     ) -> Path:
         """Write the weights as a Hugging Face folder, as `Engine.export` says."""
         _check_places("export", directory, to)
-        self._assembly.registry.check()
-        self._assembly.runtime.optimizer.flush()
-        world = self._assembly.base.axes.world
+        self._parts.registry.check()
+        self._parts.optimizer.flush()
+        world = self._parts.axes.world
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
             if to is not None:
                 agree(world.patient, partial(refuse_checkpoints, to) if world.rank == 0 else lambda: None)
-            folder = export(Path(directory), self._state(), self._assembly.whole_parameters, kind, overwrite)
+            folder = export(Path(directory), self._state(), self._parts.whole_parameters, kind, overwrite)
             if to is not None:
                 agree(world.patient, partial(copy_export, folder, to) if world.rank == 0 else lambda: None)
         return folder
@@ -157,21 +157,21 @@ class Checkpoints:
             with self._mesh.heartbeat.phase("load"), self._unsharded.resharded():
                 return self._load(directory, settings)
         except (CheckpointError, ConfigError):  # of all ranks
-            if not self._assembly.whole_parameters.any_open:  # else full_params() is what was refused
+            if not self._parts.whole_parameters.any_open:  # else full_params() is what was refused
                 self._unsharded.again(*before)
             raise
 
     def _load(self, directory: str | Path, settings: str) -> Any:
         self._unsharded.refuse_open("load()")
         self._refuse("load()")
-        self._assembly.registry.check()
+        self._parts.registry.check()
         with self._mesh.heartbeat.phase("save"):
             self._saves.wait()
         state = self._state()
-        self._assembly.runtime.optimizer.flush()  # the check reads what updates write, and masters may be what is sent
+        self._parts.optimizer.flush()  # the check reads what updates write, and masters may be what is sent
         checked = restore.check(directory, state, options=settings != GIVEN)
         own = self._given(checked.manifest) if settings == GIVEN else None
-        self._assembly.stepper.reset()
+        self._parts.stepper.reset()
         step, loop, saved = restore.load(checked, state)
         if own is not None:
             own.put_back()
@@ -180,7 +180,7 @@ class Checkpoints:
 
     def _given(self, manifest: Manifest) -> Given:
         """Return the settings that the engine was built with. Raises ConfigError where they are not there any more."""
-        stepper, optimizer = self._assembly.stepper, self._assembly.runtime.optimizer
+        stepper, optimizer = self._parts.stepper, self._parts.optimizer
         if stepper.count or self.loaded is not None:
             raise ConfigError(
                 "load(settings='given'): this engine has trained or loaded, and its schedule is not where it began: "
@@ -190,8 +190,8 @@ class Checkpoints:
         return Given(optimizer.torch, stepper.scheduler, manifest.step)
 
     def _go_on_from(self, step: int, saved: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> None:
-        self._assembly.stepper.count = step
-        for feature in self._assembly.features:
+        self._parts.stepper.count = step
+        for feature in self._parts.features:
             feature.loaded()
         self.loaded = saved
         self.resumed = resume_guarantee(saved, self._state().about, before)
@@ -216,10 +216,10 @@ class Checkpoints:
 
     def load_slots(self) -> Any:
         """Continue from `slots`; return what was given to `note`."""
-        self._assembly.registry.check()
+        self._parts.registry.check()
         self._saves.wait()
-        note, store = agree(self._assembly.base.axes.world.patient, self._left)
-        self._assembly.stepper.reset()
+        note, store = agree(self._parts.axes.world.patient, self._left)
+        self._parts.stepper.reset()
         self._go_on_from(note.step, load_slots(note, self._state(), store))
         return note.loop
 
@@ -230,14 +230,14 @@ class Checkpoints:
 
     def _left(self) -> tuple[Note, TieredRecords]:
         """Return the note of what is in slots, and the records. Raises CheckpointError where there is nothing."""
-        tiers, note = self._assembly.runtime.tiers, self.slots
-        if tiers is None or note is None or self._assembly.stepper.count:
+        tiers, note = self._parts.tiers, self.slots
+        if tiers is None or note is None or self._parts.stepper.count:
             raise CheckpointError("there is no step in slots of a disk to go on from: load a checkpoint.")
         return note, tiers.store
 
     @property
     def _slots(self) -> Slots | None:
-        return self._assembly.runtime.slots
+        return self._parts.slots
 
 
 def _check_places(call: str, directory: str | Path, to: str | None) -> None:
@@ -253,7 +253,7 @@ def _check_places(call: str, directory: str | Path, to: str | None) -> None:
 
 def open_saves(base: Foundation) -> Saves:
     """Return what saves for an engine; nothing is taken or opened yet."""
-    mesh = base.resolved.mesh
+    mesh = base.mesh
     return Saves(mesh.device, partial(host_share, base), partial(_of_threads, mesh))
 
 

@@ -30,7 +30,7 @@ from zero3d.checkpoint.background import SaveFigures
 from zero3d.checkpoint.slots import Note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry, frozen_entry, notes_memory
-from zero3d.engine.assembly import Assembly, assemble
+from zero3d.engine.assembly import assemble
 from zero3d.engine.averages import Averages
 from zero3d.engine.checkpoints import Checkpoints, open_saves
 from zero3d.engine.checks import bind_scheduler, check_step
@@ -43,6 +43,7 @@ from zero3d.engine.health import Health
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import KEYWORDS, Options, with_keywords
 from zero3d.engine.partition import share_random_state
+from zero3d.engine.parts import Parts
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.step import StepFigures
 from zero3d.engine.stream_guard import Streaming
@@ -63,9 +64,9 @@ T = TypeVar("T")
 
 
 class Exposed(Generic[T]):
-    """A part of an engine under a name of its own: reads it from the assembly, which alone keeps it."""
+    """A part of an engine under a name of its own."""
 
-    def __init__(self, of: Callable[[Assembly], T]) -> None:
+    def __init__(self, of: Callable[[Parts], T]) -> None:
         self._of = of
 
     @overload
@@ -75,7 +76,7 @@ class Exposed(Generic[T]):
     def __get__(self, engine: Engine, owner: type[Engine]) -> T: ...
 
     def __get__(self, engine: Engine | None, owner: type[Engine]) -> Self | T:
-        return self if engine is None else self._of(engine._assembly)
+        return self if engine is None else self._of(engine._parts)
 
 
 @with_keywords
@@ -97,47 +98,45 @@ class Engine:
     """
 
     # what was asked for, and what it became
-    stage = Exposed(lambda assembly: assembly.base.options.zero.stage)
-    mesh = Exposed(lambda assembly: assembly.base.resolved.mesh)
-    precision = Exposed(lambda assembly: assembly.base.resolved.precision)
-    policy = Exposed(lambda assembly: assembly.base.policy)
-    offload = Exposed(lambda assembly: assembly.offload.offload)
-    offload_why = Exposed(lambda assembly: assembly.offload.why)
-    notes = Exposed(lambda assembly: assembly.notes)
+    stage = Exposed(lambda parts: parts.options.zero.stage)
+    mesh = Exposed(lambda parts: parts.mesh)
+    precision = Exposed(lambda parts: parts.precision)
+    policy = Exposed(lambda parts: parts.policy)
+    offload = Exposed(lambda parts: parts.offload.offload)
+    offload_why = Exposed(lambda parts: parts.offload.why)
+    notes = Exposed(lambda parts: parts.notes)
     # axes, and what counts on them
-    arena = Exposed(lambda assembly: assembly.base.axes.arena)
-    traffic = Exposed(lambda assembly: assembly.base.axes.ledger)
-    tp = Exposed(lambda assembly: assembly.base.axes.tp)
-    dp = Exposed(lambda assembly: assembly.base.axes.dp)
-    world = Exposed(lambda assembly: assembly.base.axes.world)
-    second_shard_ranks = Exposed(
-        lambda assembly: 1 if assembly.base.axes.node is None else assembly.base.axes.node.size
-    )
-    model_group = Exposed(lambda assembly: assembly.runtime.model_group)
+    arena = Exposed(lambda parts: parts.axes.arena)
+    traffic = Exposed(lambda parts: parts.axes.ledger)
+    tp = Exposed(lambda parts: parts.axes.tp)
+    dp = Exposed(lambda parts: parts.axes.dp)
+    world = Exposed(lambda parts: parts.axes.world)
+    second_shard_ranks = Exposed(lambda parts: 1 if parts.axes.node is None else parts.axes.node.size)
+    model_group = Exposed(lambda parts: parts.model_group)
     # this rank's share of the model
-    module = Exposed(lambda assembly: assembly.base.partition.module)
-    chunks = Exposed(lambda assembly: assembly.base.partition.chunks)
-    experts = Exposed(lambda assembly: assembly.base.partition.experts)
-    full_model = Exposed(lambda assembly: assembly.base.partition.full_model)
-    regions = Exposed(lambda assembly: assembly.base.partition.regions)
-    sequence = Exposed(lambda assembly: assembly.base.sequence)
-    kept_inputs = Exposed(lambda assembly: assembly.kept_inputs)
-    pipeline = Exposed(lambda assembly: assembly.pipeline)
-    targets = Exposed(lambda assembly: assembly.targets)
+    module = Exposed(lambda parts: parts.partition.module)
+    chunks = Exposed(lambda parts: parts.partition.chunks)
+    experts = Exposed(lambda parts: parts.partition.experts)
+    full_model = Exposed(lambda parts: parts.partition.full_model)
+    regions = Exposed(lambda parts: parts.partition.regions)
+    sequence = Exposed(lambda parts: parts.sequence)
+    kept_inputs = Exposed(lambda parts: parts.kept_inputs)
+    pipeline = Exposed(lambda parts: parts.pipeline)
+    targets = Exposed(lambda parts: parts.targets)
     # what works in every step
-    units = Exposed(lambda assembly: assembly.runtime.units)
-    gathers = Exposed(lambda assembly: assembly.runtime.gathers)
-    reductions = Exposed(lambda assembly: assembly.runtime.reductions)
-    accumulation = Exposed(lambda assembly: assembly.runtime.accumulation)
-    summands = Exposed(lambda assembly: assembly.base.order.summands)
-    optimizer = Exposed(lambda assembly: assembly.runtime.optimizer)
-    loss_scale = Exposed(lambda assembly: assembly.runtime.loss_scale)
+    units = Exposed(lambda parts: parts.units)
+    gathers = Exposed(lambda parts: parts.gathers)
+    reductions = Exposed(lambda parts: parts.reductions)
+    accumulation = Exposed(lambda parts: parts.accumulation)
+    summands = Exposed(lambda parts: parts.order.summands)
+    optimizer = Exposed(lambda parts: parts.optimizer)
+    loss_scale = Exposed(lambda parts: parts.loss_scale)
     # features
-    features = Exposed(lambda assembly: assembly.features)
-    averages = Exposed(lambda assembly: find(assembly.features, Averages))
-    replay = Exposed(lambda assembly: find(assembly.features, Replay))
-    health = Exposed(lambda assembly: required(assembly.features, Health))
-    expert_load = Exposed(lambda assembly: required(assembly.features, ExpertBias).load)
+    features = Exposed(lambda parts: parts.features)
+    averages = Exposed(lambda parts: find(parts.features, Averages))
+    replay = Exposed(lambda parts: find(parts.features, Replay))
+    health = Exposed(lambda parts: required(parts.features, Health))
+    expert_load = Exposed(lambda parts: required(parts.features, ExpertBias).load)
 
     def __init__(
         self,
@@ -194,16 +193,16 @@ class Engine:
         engine._open(assemble(model, mesh, options), False)
         return engine
 
-    def _open(self, assembly: Assembly, opened: bool) -> None:
+    def _open(self, parts: Parts, opened: bool) -> None:
         """Begin with parts that are built. opened: the engine has made its mesh."""
-        self._assembly = assembly
-        saves = open_saves(assembly.base)
-        self._unsharded = Unsharded(assembly, saves)
-        self.checkpoints = Checkpoints(assembly, self._unsharded, saves)
-        self._streams = WeightStreams(assembly, self._unsharded)
-        self._counts = Counts(assembly.base.resolved.mesh)
+        self._parts = parts
+        saves = open_saves(parts)
+        self._unsharded = Unsharded(parts, saves)
+        self.checkpoints = Checkpoints(parts, self._unsharded, saves)
+        self._streams = WeightStreams(parts, self._unsharded)
+        self._counts = Counts(parts.mesh)
         self.last_step: StepResult | None = None
-        self._last, self._opened = _flush_in_the_end(self, assembly.runtime.optimizer), opened
+        self._last, self._opened = _flush_in_the_end(self, parts.optimizer), opened
 
     def close(self) -> None:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
@@ -221,11 +220,11 @@ class Engine:
         self._refuse("close()")
         self._unsharded.shut_for_close()
         self.saved()
-        self._assembly.stepper.abandon()
+        self._parts.stepper.abandon()
         with torch.no_grad():
             self.release()
         self.optimizer.wait()
-        self._assembly.close(self._unsharded.resized)
+        self._parts.close(self._unsharded.resized)
         mesh = self.mesh if self._opened else None
         if self._last is not None:
             self._last.detach()
@@ -247,11 +246,11 @@ class Engine:
     @property
     def has_whole_model(self) -> bool:
         """True where the model is cut over dp alone, so that `close()` can give it back."""
-        return self._assembly.has_whole_model
+        return self._parts.has_whole_model
 
     def put(self, name: str, value: Any, everywhere: bool = False) -> None:
         """Set an attribute, such as a method, on the model or on each of its modules; `close()` removes it."""
-        self._assembly.changes.put(name, value, everywhere)
+        self._parts.changes.put(name, value, everywhere)
 
     @property
     def closed(self) -> bool:
@@ -264,8 +263,8 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Under pp > 1 there is no such thing (ConfigError)."""
         if not torch.is_grad_enabled():  # else the step looks, before it updates anything
-            self._assembly.registry.check()
-        return self._assembly.execution.call(*args, **kwargs)
+            self._parts.registry.check()
+        return self._parts.execution.call(*args, **kwargs)
 
     @notes_memory
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool | None = None) -> None:
@@ -275,7 +274,7 @@ class Engine:
         equals the big batch, padding included. `last` overrides `accumulate`. An exception on the
         way forgets the step so far.
         """
-        self._assembly.execution.backward(loss, weight, last)
+        self._parts.execution.backward(loss, weight, last)
 
     @notes_memory
     def backward_sum(
@@ -291,14 +290,14 @@ class Engine:
         rank and 0 for those before, sums are added up on a rank and averaged over ranks: DistributedDataParallel's.
         `run` is called with the sum, in fp16 times the loss scale, in the place of its `backward()`.
         """
-        self._assembly.execution.backward_sum(total, weight, last, run)
+        self._parts.execution.backward_sum(total, weight, last, run)
 
     def zero_grad(self) -> None:
         """Forget the gradients and micro-batches of this step so far. All ranks call it, or none.
 
         A step whose `grad_norm()` was not finite counts as skipped then: in fp16 the loss scale falls.
         """
-        self._assembly.stepper.leave_out()
+        self._parts.stepper.leave_out()
 
     @notes_memory
     def grad_norm(self) -> Tensor:
@@ -310,10 +309,10 @@ class Engine:
         """
         self._unsharded.refuse_open("grad_norm()")
         self._refuse("grad_norm()")
-        self._assembly.registry.check()
-        self._assembly.freezing.check()
+        self._parts.registry.check()
+        self._parts.freezing.check()
         self.mesh.heartbeat.work(b"the gradient norm")
-        return self._assembly.stepper.norm()
+        return self._parts.stepper.norm()
 
     @notes_memory
     def step(self) -> StepResult:
@@ -334,10 +333,10 @@ class Engine:
         if self.accumulation.reached:
             self.checkpoints.await_copy()
         self._refuse("step()")
-        self._assembly.registry.check()
-        self._assembly.freezing.check()
+        self._parts.registry.check()
+        self._parts.freezing.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
-        return self._assembly.stepper.step(besides)
+        return self._parts.stepper.step(besides)
 
     @notes_memory
     def train_batch(
@@ -364,7 +363,7 @@ class Engine:
         """
         self._unsharded.refuse_open("train_batch()")
         batches = list(micro_batches)
-        order, execution, stepper = self._assembly.base.order, self._assembly.execution, self._assembly.stepper
+        order, execution, stepper = self._parts.order, self._parts.execution, self._parts.stepper
         execution.check()
         self._refuse_window("train_batch()")
         self._counts.check(batches)
@@ -392,13 +391,13 @@ class Engine:
         they use the same units: OrderError, on accelerators a loss of NaN and the error in the next step.
         In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
         """
-        number, execution = count(), self._assembly.execution
+        number, execution = count(), self._parts.execution
         execution.check()
         with self.mesh.heartbeat.phase("evaluate"), execution.together(), self._evaluating(keep_full=False):
             counted = (batch for batch, _ in zip(self._counts.checked(micro_batches), number, strict=False))
             sums = execution.evaluate(counted)
             refuse_none(run := next(number), "evaluate")
-            mean = self._mean(self._assembly.base.order.sum_of(sums, run, trained=False))
+            mean = self._mean(self._parts.order.sum_of(sums, run, trained=False))
             return self.optimizer.in_order(mean) if self.stage == 3 else mean
 
     def _mean(self, of_dp: Tensor) -> Tensor:
@@ -421,7 +420,7 @@ class Engine:
         ids = input_ids.to(self.mesh.device)
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
-        execution = self._assembly.execution
+        execution = self._parts.execution
         with (
             self.mesh.heartbeat.phase("generate"),
             execution.together(),
@@ -445,9 +444,9 @@ class Engine:
             return generate(execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
-        self._assembly.registry.check()
+        self._parts.registry.check()
         self.optimizer.flush()
-        return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
+        return evaluating(self.module, self._parts.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
 
@@ -466,10 +465,10 @@ class Engine:
         units = self._unsharded.open(modules)
         try:
             yield
-            self._assembly.registry.check()
-            self._assembly.freezing.adopt_unfrozen()
+            self._parts.registry.check()
+            self._parts.freezing.adopt_unfrozen()
         finally:
-            self._assembly.whole_parameters.shut(units)
+            self._parts.whole_parameters.shut(units)
 
     def unshard(self, masters: bool = False) -> None:
         """Make all parameters whole until `reshard()`, as inside a `full_params()` block.
@@ -498,8 +497,8 @@ class Engine:
         The optimizer leaves them and their states alone until `unfreeze`. All ranks call it. Raises ConfigError.
         """
         self._refuse_window("freeze()")
-        self._assembly.registry.check()
-        self._assembly.freezing.set(self.module, pattern, trained=False)
+        self._parts.registry.check()
+        self._parts.freezing.set(self.module, pattern, trained=False)
 
     def unfreeze(self, pattern: str) -> None:
         """Train the parameters that a pattern of names matches, from the next forward on; all ranks call it.
@@ -508,9 +507,9 @@ class Engine:
         unit, as if trained from the start; a ConfigError says where that is not built, and what to do there.
         """
         self._refuse_window("unfreeze()")
-        self._assembly.registry.check()
+        self._parts.registry.check()
         self.optimizer.flush()
-        self._assembly.freezing.set(self.module, pattern, trained=True)
+        self._parts.freezing.set(self.module, pattern, trained=True)
 
     def _refuse_window(self, call: str) -> None:
         required(self.features, Streaming).refuse(call)
@@ -529,7 +528,7 @@ class Engine:
         if self.averages is None:
             raise ConfigError("there are no averages of the weights: build the engine with ema=0.999 (train.ema).")
         self._refuse("averaged()")
-        self._assembly.registry.check()
+        self._parts.registry.check()
         with self._unsharded.resharded():
             self._unsharded.refuse_open("averaged()")
             self.checkpoints.await_copy()
@@ -549,12 +548,12 @@ class Engine:
         All ranks call it; units are gathered one by one. trained_only: without frozen weights and buffers.
         Raises ConfigError over tp, pp or ep, and where layers are in tiles.
         """
-        self._assembly.registry.check()
+        self._parts.registry.check()
         self.optimizer.flush()
         if self.mesh.degrees.cuts_model or self.full_model.tiles:
             raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")
         with self.mesh.heartbeat.phase("whole_state_dict"):
-            return self._assembly.whole_parameters.copied(self.module, trained_only)
+            return self._parts.whole_parameters.copied(self.module, trained_only)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad; updates of the last step that are due are made."""
@@ -692,7 +691,7 @@ class Engine:
         it, and training may go on. Else as `stream_weights`.
         """
         self._refuse_window("send_weights()")
-        self._assembly.registry.check()
+        self._parts.registry.check()
         return self._streams.send(sender, dtype, bucket_bytes, adapters, changed_only)
 
     # --- accounting -----------------------------------------------------------------------------
@@ -700,11 +699,11 @@ class Engine:
     @property
     def scheduler(self) -> Any:
         """What is stepped after every applied step, or None. May be replaced between steps. Raises ConfigError."""
-        return self._assembly.stepper.scheduler
+        return self._parts.stepper.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
-        self._assembly.stepper.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
+        self._parts.stepper.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
 
     @property
     def clip_norm(self) -> float | None:
@@ -719,23 +718,23 @@ class Engine:
     @property
     def steps(self) -> int:
         """Applied steps so far."""
-        return self._assembly.stepper.count
+        return self._parts.stepper.count
 
     @property
     def figures(self) -> StepFigures | None:
         """The last step that was due in plain numbers, read together; of train_batch `besides` begins with the loss."""
-        return self._assembly.stepper.figures
+        return self._parts.stepper.figures
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:
         """The units as `traffic.step_traffic` wants them; its result equals what `traffic` gains in a step."""
-        return self._assembly.accounts.traffic_units
+        return self._parts.accounts.traffic_units
 
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        held = frozen_entry(self._assembly.originals.nbytes) + self.checkpoints.memory + self._streams.memory
-        return self._assembly.accounts.memory + held
+        held = frozen_entry(self._parts.originals.nbytes) + self.checkpoints.memory + self._streams.memory
+        return self._parts.accounts.memory + held
 
 
 class _Closed(Engine):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.engine.features import having
-from zero3d.engine.foundation import Foundation
 from zero3d.engine.generation import check_options, check_supported, generate_as_whole, next_logits
 from zero3d.engine.losses import Losses, check_loss, checked_weight
 from zero3d.engine.replay.recordings import Again
@@ -73,12 +72,10 @@ class Direct:
 
     vocabulary = None
 
-    def __init__(
-        self, base: Foundation, runtime: Runtime, losses: Losses, stepper: Stepper, only: Mapping[str, int]
-    ) -> None:
-        self._module, self._heartbeat = base.partition.module, base.resolved.mesh.heartbeat
-        self._accumulation, self._loss_scale = runtime.accumulation, runtime.loss_scale
-        self._hooks = runtime.hooks[0]
+    def __init__(self, parts: Runtime, losses: Losses, stepper: Stepper, only: Mapping[str, int]) -> None:
+        self._module, self._heartbeat = parts.partition.module, parts.mesh.heartbeat
+        self._accumulation, self._loss_scale = parts.accumulation, parts.loss_scale
+        self._hooks = parts.hooks[0]
         self._losses, self._only = losses, only
         self._stepper, self._around = stepper, having(stepper.features, "around")
 
@@ -117,7 +114,7 @@ class Direct:
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         sums, features = [], self._stepper.features
         for feature in features:
-            feature.begin(len(micro_batches))
+            feature.begin(self._stepper.count + 1, len(micro_batches))
         for k, batch in enumerate(micro_batches):
             with ExitStack() as around:
                 for feature in self._around:
@@ -153,18 +150,12 @@ class Pipelined:
     """Runs micro-batches through this rank's model chunks and those of the other pipeline stages."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        base: Foundation,
-        runtime: Runtime,
-        losses: Losses,
-        stepper: Stepper,
-        only: Mapping[str, int],
+        self, pipeline: Pipeline, parts: Runtime, losses: Losses, stepper: Stepper, only: Mapping[str, int]
     ) -> None:
-        self._pipeline, self._stages = pipeline, base.axes.pp.size
-        self._losses = losses
-        self._with_length: Callable[[Any], Any] = _same if base.sequence is None else base.sequence.with_length
-        self._loss_scale, self._features = runtime.loss_scale, stepper.features
+        self._pipeline, self._stages = pipeline, parts.axes.pp.size
+        self._losses, self._stepper = losses, stepper
+        self._with_length: Callable[[Any], Any] = _same if parts.sequence is None else parts.sequence.with_length
+        self._loss_scale, self._features = parts.loss_scale, stepper.features
         self._only = only
 
     @property
@@ -190,7 +181,7 @@ class Pipelined:
 
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         for feature in self._features:
-            feature.begin(len(micro_batches))
+            feature.begin(self._stepper.count + 1, len(micro_batches))
         recording = next((feature.recording for feature in self._features if feature.recording is not None), None)
         sums = self._pipeline.run([self._told(batch) for batch in micro_batches], self._loss_scale.value, recording)
         for feature in self._features:

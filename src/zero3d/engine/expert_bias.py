@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
+from zero3d.engine.runtime import Runtime
 from zero3d.expert_parallel.load import ExpertLoad, check_bias
 from zero3d.zero.optimizer import APPLIED, Outcome, ShardedOptimizer
 
@@ -30,11 +31,9 @@ class ExpertBias(Feature):
         check_bias(model, options.expert_bias_rate, options.replay)
 
     @classmethod
-    def opened(cls, built: Built) -> Self:
-        base, rate = built.base, built.base.options.expert_bias_rate
-        partition = base.partition
-        load = ExpertLoad(partition.chunks, partition.expert_layers, base.axes.dp, rate)
-        return cls(load, built.runtime.optimizer)
+    def opened(cls, parts: Runtime) -> Self:
+        partition, rate = parts.partition, parts.options.expert_bias_rate
+        return cls(ExpertLoad(partition.chunks, partition.expert_layers, parts.axes.dp, rate), parts.optimizer)
 
     def after_update(self, outcome: Outcome) -> None:
         applied = outcome.reason == APPLIED

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
@@ -34,22 +33,12 @@ from torch import nn
 if TYPE_CHECKING:
     from zero3d.account.traffic import Sent
     from zero3d.distributed.mesh import Mesh
-    from zero3d.engine.foundation import Foundation
     from zero3d.engine.options import Options
     from zero3d.engine.replay.recordings import Again, InStep
     from zero3d.engine.runtime import Runtime
     from zero3d.zero.optimizer import Outcome
 
     Compute = Callable[[Again], None]  # forward and backward, scaled as in a step, of a micro-batch that is in none
-
-
-@dataclass(frozen=True)
-class Built:
-    """What features are built of: the engine so far. applied: returns the count of applied steps."""
-
-    base: Foundation
-    runtime: Runtime
-    applied: Callable[[], int]
 
 
 class Feature:
@@ -71,14 +60,14 @@ class Feature:
         """Refuse options that cannot be, with a ConfigError; nothing is allocated yet."""
 
     @classmethod
-    def opened(cls, built: Built) -> Self | None:
+    def opened(cls, parts: Runtime) -> Self | None:
         """Return the feature where options ask for it; all ranks call it. Raises ConfigError."""
         return None
 
     # --- a step, of train_batch -----------------------------------------------------------------
 
-    def begin(self, micro_batches: int) -> None:
-        """Begin a step of so many micro-batches."""
+    def begin(self, step: int, micro_batches: int) -> None:
+        """Begin a step, the first, second, ... one to be applied, of so many micro-batches."""
 
     def around(self, k: int, batch: Any, compute: Compute) -> AbstractContextManager[None]:
         """Return what is put around forward and backward of the k-th micro-batch, where there is no pipeline."""

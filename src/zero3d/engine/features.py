@@ -21,10 +21,11 @@ from torch import nn
 
 from zero3d.engine.averages import Averages
 from zero3d.engine.expert_bias import ExpertBias
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
 from zero3d.engine.health import Health
 from zero3d.engine.muon import MatrixSteps
 from zero3d.engine.replay.replay import Replay
+from zero3d.engine.runtime import Runtime
 from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.stream_guard import Streaming
 
@@ -51,9 +52,9 @@ def check_features(model: nn.Module, mesh: Mesh, options: Options) -> None:
         feature.check(model, mesh, options)
 
 
-def open_features(built: Built) -> tuple[Feature, ...]:
+def open_features(parts: Runtime) -> tuple[Feature, ...]:
     """Return those that an engine has, in the order of the rows. Raises ConfigError."""
-    opened = (feature.opened(built) for feature in FEATURES)
+    opened = (feature.opened(parts) for feature in FEATURES)
     return tuple(feature for feature in opened if feature is not None)
 
 

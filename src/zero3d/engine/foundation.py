@@ -113,10 +113,9 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Foundation:
+class Foundation(Resolved):
     """The parts of an engine that its units are built on.
 
-    resolved   mesh, precision and policy
     partition  this rank's share of the model
     order      in which micro-batches and ranks are summed
     sequence   the ranks that share sequences out; None where each has whole ones
@@ -125,7 +124,6 @@ class Foundation:
     """
 
     options: Options
-    resolved: Resolved
     axes: Axes
     partition: ModelPartition
     order: SumOrder
@@ -160,12 +158,16 @@ class Foundation:
         if resolved.mesh.sp > 1:
             sequence = _share_sequences(partition, axes.folds["sp"], options, resolved.positions, speaks)
         done = replace(options, weights=None)  # a source keeps the last weights it made
-        return cls(done, resolved, axes, partition, order, sequence, notes, numbers)
-
-    @property
-    def policy(self) -> Policy:
-        """Return how all units behave."""
-        return self.resolved.policy
+        return cls(
+            **vars(resolved),
+            options=done,
+            axes=axes,
+            partition=partition,
+            order=order,
+            sequence=sequence,
+            notes=notes,
+            numbers=numbers,
+        )
 
     @property
     def ranks(self) -> Ranks:
@@ -177,8 +179,7 @@ class Foundation:
     def leaving(self, offload: Offload) -> Foundation:
         """Return the same with what leaves the device settled."""
         options = replace(self.options, offload=offload)
-        policy = Policy.of(options.settings(self.resolved.mesh, self.resolved.precision))
-        return replace(self, options=options, resolved=replace(self.resolved, policy=policy))
+        return replace(self, options=options, policy=Policy.of(options.settings(self.mesh, self.precision)))
 
     def plan(self, spec: UnitSpec) -> UnitPlan:
         """Return what a unit is."""
@@ -186,7 +187,7 @@ class Foundation:
 
     def layout(self, spec: UnitSpec) -> UnitLayout:
         """Return the layout of a unit's parameters."""
-        groups, owner = self.resolved.groups, self.partition.full_model.owner
+        groups, owner = self.groups, self.partition.full_model.owner
         parameters = [(name, tuple(p.shape), groups.group_of.get(owner(name), 0)) for name, p in spec.params.items()]
         return lay_out(parameters, spec.kind, self.policy, self.ranks, groups.block)
 
@@ -207,7 +208,7 @@ def _share_sequences(
 
 def host_share(base: Foundation) -> HostBudget:
     """Measure what this rank may take of its host's memory; all ranks of a host have measured before any takes."""
-    mesh, world, limit = base.resolved.mesh, base.axes.world, base.options.offload.host_budget
+    mesh, world, limit = base.mesh, base.axes.world, base.options.offload.host_budget
     assert limit is None or isinstance(limit, int)
     budget = host_budget(ranks_per_host(mesh, world) or mesh.local_world or world.size, limit)
     world.exchange(torch.zeros(1, device=mesh.device))
@@ -220,7 +221,7 @@ def update_threads(base: Foundation) -> int:
     A launcher may give every rank cores of its own, or all of them the same: only ranks that have the same share them.
     One exchange of a number, at the start.
     """
-    mesh, world, cores = base.resolved.mesh, base.axes.world, sorted(os.sched_getaffinity(0))
+    mesh, world, cores = base.mesh, base.axes.world, sorted(os.sched_getaffinity(0))
     own = float(crc32(f"{gethostname()} {cores}".encode()))
     rows = world.exchange(torch.tensor([own], dtype=torch.float64, device=mesh.device)).flatten()
     alike = world.read(rows, [own] * world.size).count(own)

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from zero3d.engine.feature import Feature
-from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
 from zero3d.zero.param_groups import is_matched
@@ -26,13 +25,12 @@ from zero3d.zero.unit import Unit
 class Freezing:
     """Owns what is done to an engine's units when parameters are frozen or unfrozen."""
 
-    def __init__(self, base: Foundation, runtime: Runtime, features: Sequence[Feature]) -> None:
-        self._base, self._runtime = base, runtime
-        self._features = features
+    def __init__(self, parts: Runtime, features: Sequence[Feature]) -> None:
+        self._parts, self._features = parts, features
 
     def set(self, module: nn.Module, pattern: str, trained: bool) -> None:
         """Freeze or unfreeze the parameters that a pattern matches. Raises ConfigError where there are none."""
-        named, full = dict(module.named_parameters(remove_duplicate=False)), self._base.partition.full_model
+        named, full = dict(module.named_parameters(remove_duplicate=False)), self._parts.partition.full_model
         names = [*full.shapes, *full.copies, *named]  # a pipeline's rank has some of them
         if not any(is_matched(name, pattern) for name in names):
             raise ConfigError(
@@ -40,19 +38,19 @@ class Freezing:
                 "'model.layers.0.*|*norm*'."
             )
         whole = [
-            pair for unit in self._runtime.units for pair in _named(unit)
+            pair for unit in self._parts.units for pair in _named(unit)
         ]  # a stage's modules have names of their own
         chosen = {p for name, p in (*named.items(), *whole) if is_matched(name, pattern)}
         if not trained:
             self._refuse_frozen(next((name for name, p in self._trained() if p in chosen), None))
         else:
-            self._make_trainable([unit for unit in self._runtime.units if not chosen.isdisjoint(unit.weights.params)])
+            self._make_trainable([unit for unit in self._parts.units if not chosen.isdisjoint(unit.weights.params)])
         for p in chosen:
             p.requires_grad_(trained)
 
     def adopt_unfrozen(self) -> None:
         """Make units trainable of which a parameter has been unfrozen by `requires_grad_`. Raises ConfigError."""
-        self._make_trainable([unit for unit in self._runtime.units if unit.trained])
+        self._make_trainable([unit for unit in self._parts.units if unit.trained])
 
     def _make_trainable(self, units: Sequence[Unit]) -> None:
         """Make masters, gradients and states of units that were frozen when the engine was built."""
@@ -65,26 +63,25 @@ class Freezing:
                 "that is not quantised (model.quantize=null), or adapters beside it."
             )
         self._refuse(new[0])
-        runtime = self._runtime
+        parts = self._parts
         for unit in new:
             unit.train()
-            for hooks in runtime.hooks:
+            for hooks in parts.hooks:
                 hooks.train(unit)
-        runtime.reductions.extend(runtime.units, runtime.model_group.untouched(runtime.units))
-        groups = self._base.resolved.groups
-        runtime.optimizer.extend(new, runtime.units, self._base.partition.places, groups.group)
+        parts.reductions.extend(parts.units, parts.model_group.untouched(parts.units))
+        parts.optimizer.extend(new, parts.units, parts.partition.places, parts.groups.group)
 
     def check(self) -> None:
         """Raise ConfigError before a step of other parameters or gradients than the caller has chosen.
 
         It would update a frozen parameter, not update one of a new group, or leave a gradient to the next step.
         """
-        self._runtime.optimizer.check_groups()
+        self._parts.optimizer.check_groups()
         trained = self._trained()
         with untold():
             left = [name for name, p in trained if p.grad is not None]
             frozen = [name for name, p in trained if not p.requires_grad]
-        if self._runtime.accumulation.reached and left:
+        if self._parts.accumulation.reached and left:
             raise ConfigError(
                 f"{left[0]!r} was given a grad after the backward, whose gradients the engine has taken: this step "
                 "would not use it, and the next one would add it. Put a gradient of your own there before the "
@@ -93,14 +90,14 @@ class Freezing:
         if not frozen:
             return
         self._refuse_frozen(frozen[0])
-        if self._runtime.accumulation.reached:
-            self._base.axes.dp.note_frozen(frozen)
+        if self._parts.accumulation.reached:
+            self._parts.axes.dp.note_frozen(frozen)
 
     def _refuse_frozen(self, frozen: str | None) -> None:
         if frozen is None:
             return
         hindering = [(each.name, each.instead_of_it) for each in self._features if each.instead_of_it is not None]
-        if self._runtime.tiers is not None:
+        if self._parts.tiers is not None:
             hindering.insert(0, ("states off the device", "offload=None"))
         if hindering:
             what, remedy = hindering[0]
@@ -110,23 +107,23 @@ class Freezing:
             )
 
     def _trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        return [pair for unit in self._runtime.units if unit.grads is not None for pair in _named(unit)]
+        return [pair for unit in self._parts.units if unit.grads is not None for pair in _named(unit)]
 
     def _refuse(self, unit: Unit) -> None:
-        options, axes = self._base.options, self._base.axes
+        options, axes = self._parts.options, self._parts.axes
         reasons: Mapping[str, bool] = {
             "exact=True": options.zero.exact,
             f"pp={axes.pp.size}": axes.pp.size > 1,
             f"ep={axes.ep.size}": axes.ep.size > 1,
-            "states or weights off the device": self._runtime.tiers is not None,
+            "states or weights off the device": self._parts.tiers is not None,
             **{feature.name: True for feature in self._features if not feature.trains_unfrozen},
-            "gather_budget": bool(self._base.partition.full_model.tiles),
+            "gather_budget": bool(self._parts.partition.full_model.tiles),
         }
         if why := next((reason for reason, there in reasons.items() if there), None):
             name = unit.layout.slots[0].name
             later = f"build it trained, and freeze it with engine.freeze({name!r}) until then."
             anew = "export the model, and build a new Engine on that."
-            fixed = self._runtime.tiers or any(feature.instead_of_it for feature in self._features)
+            fixed = self._parts.tiers or any(feature.instead_of_it for feature in self._features)
             raise ConfigError(
                 f"parameter {name!r} was frozen when the engine was built, and unfreezing it does not work "
                 f"with {why}: {anew if fixed else later}"

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
+from zero3d.engine.runtime import Runtime
 from zero3d.errors import NonFiniteError, Zero3dError
 from zero3d.precision import NAMES, LossScale, is_finite
 from zero3d.zero.optimizer import APPLIED, OVERFLOW, Outcome
@@ -92,9 +93,8 @@ class Health(Feature):
         self.in_a_row = 0
 
     @classmethod
-    def opened(cls, built: Built) -> Self:
-        base, runtime = built.base, built.runtime
-        return cls(base.axes.world, runtime.reductions, runtime.loss_scale, base.partition.chunks)
+    def opened(cls, parts: Runtime) -> Self:
+        return cls(parts.axes.world, parts.reductions, parts.loss_scale, parts.partition.chunks)
 
     def loaded(self) -> None:
         self.in_a_row = 0

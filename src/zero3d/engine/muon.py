@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from zero3d.account.traffic import Sent
 from zero3d.blueprint.layout import Slot
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
+from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
 from zero3d.optim.find import describe
 from zero3d.optim.matrices import Range, ranges
@@ -19,20 +20,17 @@ from zero3d.optim.owners import WIRE, Matrix, Owners, matrices_of
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 
-if TYPE_CHECKING:
-    from zero3d.engine.foundation import Foundation
 
-
-def _exchanges(base: Foundation, optimizer: ShardedOptimizer, torch_optimizer: MuonWithAdamW) -> list[Orthogonal]:
+def _exchanges(parts: Runtime, torch_optimizer: MuonWithAdamW) -> list[Orthogonal]:
     """Return what makes matrices orthogonal, for each axis that cuts some, and tell torch's optimizer of its pieces.
 
     Raises ConfigError for matrices that are gathered in tiles.
     """
-    rule = base.options.optimizer
+    rule, optimizer = parts.options.optimizer, parts.optimizer
     assert isinstance(rule, MuonRule)
-    full = base.partition.full_model
-    torch_optimizer.table = describe(full.shapes, full.trainable, base.resolved.matrices)
-    seen = Seen(base.resolved.matrices, base.partition.cuts)
+    full = parts.partition.full_model
+    torch_optimizer.table = describe(full.shapes, full.trainable, parts.matrices)
+    seen = Seen(parts.matrices, parts.partition.cuts)
     for name, tile in full.tiles.items():
         if tile.owner in seen.forms:
             raise ConfigError(
@@ -43,7 +41,7 @@ def _exchanges(base: Foundation, optimizer: ShardedOptimizer, torch_optimizer: M
     for number, unit in enumerate(optimizer.units):
         if seen.of(unit):
             by_comm.setdefault(unit.comm, {})[number] = unit
-    batches = base.axes.arena.device.type != "cpu" and not base.options.zero.exact
+    batches = parts.axes.arena.device.type != "cpu" and not parts.options.zero.exact
     exchanges = [
         Orthogonal(
             torch_optimizer,
@@ -51,8 +49,8 @@ def _exchanges(base: Foundation, optimizer: ShardedOptimizer, torch_optimizer: M
             _owners(units, seen, comm, rule.options["ns_steps"]),
             seen,
             comm,
-            base.axes.tp,
-            base.axes.arena,
+            parts.axes.tp,
+            parts.axes.arena,
             batches,
         )
         for comm, units in by_comm.items()
@@ -123,13 +121,12 @@ class MatrixSteps(Feature):
         optimizer.orthogonal = self
 
     @classmethod
-    def opened(cls, built: Built) -> Self | None:
-        base, optimizer = built.base, built.runtime.optimizer
-        if not base.resolved.matrices:
+    def opened(cls, parts: Runtime) -> Self | None:
+        if not parts.matrices:
             return None
-        muon = optimizer.torch
+        muon = parts.optimizer.torch
         assert isinstance(muon, MuonWithAdamW)
-        return cls(optimizer, muon, _exchanges(base, optimizer, muon))
+        return cls(parts.optimizer, muon, _exchanges(parts, muon))
 
     def __call__(self) -> None:
         """Do so, when gradients are final."""

@@ -39,8 +39,8 @@ Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that it
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """The parts of an engine that work in every step.
+class Runtime(Foundation):
+    """The parts of an engine that work in every step, and what they were built on.
 
     tiers  where states leave the device
     slots  of a disk, for a restart; None where not all that is trained is there
@@ -55,7 +55,7 @@ class Runtime:
     accumulation: Accumulation
     hooks: list[Hooks]
     loss_scale: LossScale
-    slots: Slots | None = None
+    slots: Slots | None
 
 
 def build_units(
@@ -117,17 +117,17 @@ def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.
     return filled
 
 
-def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) -> Runtime:
+def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None, slots: Slots | None) -> Runtime:
     """Put the runtime around units, and hooks on the modules that use them."""
-    resolved, axes, chunks, order = base.resolved, base.axes, base.partition.chunks, base.order
-    policy, precision = base.policy, resolved.precision
+    axes, chunks, order = base.axes, base.partition.chunks, base.order
+    policy, precision = base.policy, base.precision
     pipelined = axes.pp.size > 1
     model_group = _model_group(base, units)
     optimizer = order.optimizer(
         units,
         base.partition.places,
-        resolved.groups.build,
-        resolved.groups.groups,
+        base.groups.build,
+        base.groups.groups,
         axes.dp,
         axes.arena,
         base.options.clip_norm,
@@ -139,7 +139,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     final = not policy.row.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
     everywhere = model_group.untouched(units) if final else []
     sides = SideStream("reduce", axes.arena), SideStream("copies", axes.arena)
-    shared = resolved.mesh.communicators == 1
+    shared = base.mesh.communicators == 1
     reductions = Reductions(units, *sides, order.closes, everywhere, shared)
     reductions.arrivals.at_module_ends = shared and policy.row.shards_parameters
     reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
@@ -149,12 +149,12 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     by_name = {unit.name: unit for unit in units}
     used = {module: [by_name[name] for name in names] for module, names in uses.items()}
     for module, needed in used.items():
-        module.register_forward_pre_hook(_announcer(resolved.mesh.heartbeat, needed))
+        module.register_forward_pre_hook(_announcer(base.mesh.heartbeat, needed))
     for unit in units:
         if unit.grads is not None:
             first: Any = unit.weights.params[0]
-            first.register_post_accumulate_grad_hook(_backward_announcer(resolved.mesh.heartbeat, unit))
-    whole, hooks = not (pipelined and resolved.schedule.splits_backward), []
+            first.register_post_accumulate_grad_hook(_backward_announcer(base.mesh.heartbeat, unit))
+    whole, hooks = not (pipelined and base.schedule.splits_backward), []
     for root in chunks.values():
         inner = set(root.modules())
         of_root = {module: needed for module, needed in used.items() if module in inner}
@@ -167,7 +167,19 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         if policy.row.shards_parameters and axes.dp.size > 1 and sees_images(root):
             BlankImages(root)
     _connect(base, units, hooks)
-    return Runtime(units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale)
+    return Runtime(
+        **vars(base),
+        units=units,
+        tiers=tiers,
+        model_group=model_group,
+        optimizer=optimizer,
+        gathers=gathers,
+        reductions=reductions,
+        accumulation=accumulation,
+        hooks=hooks,
+        loss_scale=loss_scale,
+        slots=slots,
+    )
 
 
 def _connect(base: Foundation, units: Sequence[Unit], hooks: Sequence[Hooks]) -> None:
@@ -195,8 +207,8 @@ def _backward_announcer(heartbeat: Heartbeat, unit: Unit) -> Callable[[torch.Ten
 
 
 def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:
-    axes, partition, resolved = base.axes, base.partition, base.resolved
-    ties = find_ties(partition.chunks, units, resolved.schedule, axes.pp.size)
+    axes, partition = base.axes, base.partition
+    ties = find_ties(partition.chunks, units, base.schedule, axes.pp.size)
     cut = [name for name, cut in partition.cuts.items() if cut.axis == "tp"]
     return ModelGroup(axes.model_parallel, axes.pp, TensorCuts(axes.tp, cut, partition.partial), ties)
 

@@ -20,8 +20,8 @@ from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
 from zero3d.distributed.kernels import capability, products
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.assembly import Assembly
-from zero3d.engine.options import Options, Resolved
+from zero3d.engine.options import Options
+from zero3d.engine.parts import Parts
 from zero3d.models.bases import model_of
 from zero3d.models.packing import inner_model
 from zero3d.models.written_numbers import WrittenNumber
@@ -34,83 +34,82 @@ RANKS, TREE = "in rank order", "in exact mode's tree"
 
 
 def engine_state(
-    assembly: Assembly, loop: Mapping[str, Any] | None = None, numbers: Mapping[str, WrittenNumber] | None = None
+    parts: Parts, loop: Mapping[str, Any] | None = None, numbers: Mapping[str, WrittenNumber] | None = None
 ) -> EngineState:
     """Return what a checkpoint is made of; `loop` is what the training loop wants back, `numbers` those of forwards.
 
     Raises Zero3dError where an earlier failure left the ranks of a pipeline apart.
     """
-    assembly.execution.check()
-    base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
-    axes, partition = base.axes, base.partition
-    full, trained = partition.full_model, [unit for unit in runtime.units if unit.grads is not None]
+    parts.execution.check()
+    axes, partition, stepper = parts.axes, parts.partition, parts.stepper
+    full, trained = partition.full_model, [unit for unit in parts.units if unit.grads is not None]
     names = {full.owner(slot.name) for unit in trained for slot in unit.layout.slots}
     return EngineState(
         modules=list(partition.chunks.values()),
         full_model=full._replace(trainable=full.trainable | names),
-        units=runtime.units,
-        optimizer=runtime.optimizer,
+        units=parts.units,
+        optimizer=parts.optimizer,
         dp=axes.dp,
         tp=axes.tp,
         folds=axes.folds,
         world=axes.world,
-        degrees=base.resolved.mesh.degrees,
-        loss_scale=runtime.loss_scale,
+        degrees=parts.mesh.degrees,
+        loss_scale=parts.loss_scale,
         scheduler=stepper.scheduler,
         step=stepper.count,
-        about=_about(assembly),
+        about=_about(parts),
         loop=loop,
         cuts={partition.full_model.owner(name): cut for name, cut in partition.cuts.items()},
-        summands=base.order.summands,
-        base=assembly.frozen_base,
+        summands=parts.order.summands,
+        base=parts.frozen_base,
         numbers=numbers or {},
     )
 
 
-def _about(assembly: Assembly) -> dict[str, Any]:
+def _about(parts: Parts) -> dict[str, Any]:
     """Return the facts and the values of keys that the bits of a run depend on (`spec/bits.py`), beside its data."""
-    base, policy, options = assembly.base, assembly.base.policy, assembly.base.options
-    device, mesh = base.axes.arena.device, base.resolved.mesh
+    policy, options = parts.policy, parts.options
+    device, mesh = parts.axes.arena.device, parts.mesh
     cpu = device.type == "cpu"
-    summands, optimizer = base.order.summands, assembly.runtime.optimizer
+    summands, optimizer = parts.order.summands, parts.optimizer
     about: dict[str, Any] = {
         "stage": policy.row.number,
         "reduce": policy.reduce,
         "accumulate": options.accumulate,
-        MICRO_BATCHES: assembly.runtime.accumulation.usual,
+        MICRO_BATCHES: parts.accumulation.usual,
         **mesh.degrees._asdict(),
-        "chunks": _chunks(base.resolved.schedule, mesh.pp),
+        "chunks": _chunks(parts.schedule, mesh.pp),
         "units": None if options.units is None else ", ".join(sorted(map(name_of, options.units))),
-        "precision": base.resolved.precision.name,
+        "precision": parts.precision.name,
         "wire": dtype_name(torch_dtype(policy.wire)),
-        "algorithm": base.axes.dp.algorithm,
+        "algorithm": parts.axes.dp.algorithm,
         "torch": torch.__version__,
         "kernels": capability() if cpu else torch.get_device_module(device).get_device_name(device),
         **({"products": products()} if cpu else {}),
         "threads": torch.get_num_threads() if cpu else 1,
         LEAVES: None if summands is None else summands.per_batch,
-        "moments": options.offload.moments if base.resolved.groups.block == GROUP else "int8",
-        "updates": _updates(assembly),
+        "moments": options.offload.moments if parts.groups.block == GROUP else "int8",
+        "updates": _updates(parts),
         "tiled_loss": options.tiled_loss,
         "gather_budget": options.gather_budget,
-        "attention": _attention(assembly),
-        "sp_kind": "heads" if base.sequence is None or base.sequence.by_heads(mesh.tp) else "gather",
-        "sp_masks": USUAL["sp_masks"] if base.sequence is None else base.sequence.masks,
-        "compiled": any(map(is_compiled, base.partition.module.modules())),
-        "groups": _groups(base.resolved),
+        "attention": _attention(parts),
+        "sp_kind": "heads" if parts.sequence is None or parts.sequence.by_heads(mesh.tp) else "gather",
+        "sp_masks": USUAL["sp_masks"] if parts.sequence is None else parts.sequence.masks,
+        "compiled": any(map(is_compiled, parts.partition.module.modules())),
+        "groups": _groups(parts),
         "loss": None if options.loss is None else name_of(options.loss),
-        "loss_scale": _loss_scaling(base.resolved.precision),
+        "loss_scale": _loss_scaling(parts.precision),
         OPTIONS: options_of(optimizer.torch.param_groups),
-        SCHEDULER: schedule_of(assembly.stepper.scheduler),
-        "factors": factors_of(assembly.stepper.scheduler),
-        "schedule_state": state_of(assembly.stepper.scheduler),
-        "modules": base.numbers,
-        "library": _library(assembly),
+        SCHEDULER: schedule_of(parts.stepper.scheduler),
+        "factors": factors_of(parts.stepper.scheduler),
+        "schedule_state": state_of(parts.stepper.scheduler),
+        "modules": parts.numbers,
+        "library": _library(parts),
         **_values(options, mesh, optimizer.clip_norm),
     }
-    for feature in assembly.features:
+    for feature in parts.features:
         about |= feature.about()
-    return about | ({} if cpu else who_adds(assembly)) | device_facts(device, mesh.everyone.backend, mesh.local_world)
+    return about | ({} if cpu else who_adds(parts)) | device_facts(device, mesh.everyone.backend, mesh.local_world)
 
 
 def _values(options: Options, mesh: Mesh, clip_norm: float | None) -> dict[str, Any]:
@@ -137,11 +136,11 @@ def _chunks(schedule: Schedule, pp: int) -> str:
     return "in a V" if schedule.in_a_v else f"{schedule.chunks_per_rank} a rank, in turn"
 
 
-def _groups(resolved: Resolved) -> str:
+def _groups(parts: Parts) -> str:
     """Return how many groups there are, and a hash of which parameters are in each and which are seen as matrices."""
-    group_of = sorted(resolved.groups.group_of.items())
-    said = repr((group_of, sorted((name, repr(form)) for name, form in resolved.matrices.items())))
-    return f"{resolved.groups.groups} ({hashlib.sha256(said.encode()).hexdigest()[:8]})"
+    group_of = sorted(parts.groups.group_of.items())
+    said = repr((group_of, sorted((name, repr(form)) for name, form in parts.matrices.items())))
+    return f"{parts.groups.groups} ({hashlib.sha256(said.encode()).hexdigest()[:8]})"
 
 
 def _loss_scaling(precision: Precision) -> str | None:
@@ -152,39 +151,39 @@ def _loss_scaling(precision: Precision) -> str | None:
     return f"window {rule.window}, hysteresis {rule.hysteresis}, minimum {rule.minimum:g}"
 
 
-def _library(assembly: Assembly) -> str | None:
+def _library(parts: Parts) -> str | None:
     """Return the package that a model's class is of, with its version; None for one without."""
-    chunk = next(iter(assembly.base.partition.chunks.values()))
+    chunk = next(iter(parts.partition.chunks.values()))
     package = type(inner_model(model_of(chunk))).__module__.partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", None)
     return None if version is None else f"{package} {version}"
 
 
-def _attention(assembly: Assembly) -> str:
+def _attention(parts: Parts) -> str:
     """Return the implementation of attention in a model of transformers', by its name there; of another model sdpa."""
-    if assembly.base.sequence is not None:
-        return assembly.base.sequence.implementation
-    chunk = next(iter(assembly.base.partition.chunks.values()))
+    if parts.sequence is not None:
+        return parts.sequence.implementation
+    chunk = next(iter(parts.partition.chunks.values()))
     config: Any = getattr(inner_model(model_of(chunk)), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return str(getattr(text, "_attn_implementation", None) or USUAL["attention"])
 
 
-def _updates(assembly: Assembly) -> str:
+def _updates(parts: Parts) -> str:
     """Return whose kernels update: an accelerator's bits and those of its host differ."""
-    tiers, device = assembly.runtime.tiers, assembly.base.axes.arena.device
+    tiers, device = parts.tiers, parts.axes.arena.device
     on_host = tiers is not None and tiers.executor == HOST and device.type != "cpu"
     if not on_host:
         return "device"
-    share = assembly.base.options.offload.fraction
+    share = parts.options.offload.fraction
     return f"host ({capability()})" if share == 1 else f"host ({capability()}), {share:g} of all records"
 
 
-def who_adds(assembly: Assembly) -> dict[str, str]:
+def who_adds(parts: Parts) -> dict[str, str]:
     """Return in which order gradients are added over dp and activations over tp; the backend's order is its own."""
-    axes, order, runtime = assembly.base.axes, assembly.base.order, assembly.runtime
-    each = assembly.base.policy.often or runtime.accumulation.usual == 1
-    travel = [unit.gradients.plan.travels for unit in runtime.units if unit.grads is not None]
+    axes, order = parts.axes, parts.order
+    each = parts.policy.often or parts.accumulation.usual == 1
+    travel = [unit.gradients.plan.travels for unit in parts.units if unit.grads is not None]
     narrow = each and all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
     in_rank_order = axes.dp.algorithm == Pairwise.name or (axes.dp.algorithm == AllToAll.name and narrow)
     over_dp = "none" if axes.dp.size == 1 else RANKS if in_rank_order else BACKEND

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
+from zero3d.engine.runtime import Runtime
 from zero3d.zero.optimizer import Outcome
 
 
@@ -26,8 +27,8 @@ class RunningStatistics(Feature):
         self._layers, self._dp = layers, dp
 
     @classmethod
-    def opened(cls, built: Built) -> Self | None:
-        dp, roots = built.base.axes.dp, built.base.partition.chunks.values()
+    def opened(cls, parts: Runtime) -> Self | None:
+        dp, roots = parts.axes.dp, parts.partition.chunks.values()
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         layers = [module for module in modules if isinstance(module, _NormBase) and module.track_running_stats]
         return cls(layers, dp) if layers and dp.size > 1 else None

@@ -28,7 +28,6 @@ from torch import Tensor
 from zero3d.distributed.agreement import name_ranks
 from zero3d.distributed.collectives import broadcast_ints
 from zero3d.engine.feature import Feature
-from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.precision import torch_dtype
@@ -62,8 +61,7 @@ class Stepper:
     figures    of the last boundary
     """
 
-    base: Foundation
-    runtime: Runtime
+    parts: Runtime
     scheduler: Any
     features: Sequence[Feature] = ()
     count: int = 0
@@ -76,15 +74,15 @@ class Stepper:
 
         Raises ConfigError, OrderError, NonFiniteError.
         """
-        optimizer, loss_scale = self.runtime.optimizer, self.runtime.loss_scale
+        optimizer, loss_scale = self.parts.optimizer, self.parts.loss_scale
         lr = float(optimizer.torch.param_groups[0]["lr"])
         if not self._is_due():
             return self._result(NOT_DUE, self._no_norm, lr)
-        known, accumulation = self._measured, self.runtime.accumulation
+        known, accumulation = self._measured, self.parts.accumulation
         measured = known or self._measure()
         nan, nans, weights = accumulation.nan, accumulation.nans, accumulation.weights
         try:
-            if known is not None and self.runtime.reductions.pending:
+            if known is not None and self.parts.reductions.pending:
                 raise ConfigError(
                     "gradients of a submodule have come after the gradient norm of their step was computed: call "
                     "backward before clip_grad_norm_ or engine.grad_norm()."
@@ -101,7 +99,7 @@ class Stepper:
             self.scheduler.step()
         self.figures = StepFigures(applied, outcome.host_norm, loss_scale.value, lr, outcome.besides)
         reason = self._why(nan, nans, weights) if outcome.reason == OVERFLOW else outcome.reason
-        for of_chunk in self.runtime.hooks:
+        for of_chunk in self.parts.hooks:
             of_chunk.without_weights.clear()
         return self._result(reason, outcome.norm, lr)
 
@@ -111,13 +109,13 @@ class Stepper:
             return self._no_norm
         if self._measured is None:
             self._measured = self._measure()
-            self.runtime.accumulation.closed = True
+            self.parts.accumulation.closed = True
         return self._measured.norm
 
     def _is_due(self) -> bool:
         """Return whether the boundary is reached. Raises ConfigError where gradients are of no micro-batch."""
-        accumulation = self.runtime.accumulation
-        if not accumulation.reached and accumulation.count == 0 and self.runtime.reductions.pending:
+        accumulation = self.parts.accumulation
+        if not accumulation.reached and accumulation.count == 0 and self.parts.reductions.pending:
             raise ConfigError(
                 "there are gradients, but no backward went through the model's own forward (only through "
                 "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
@@ -126,13 +124,13 @@ class Stepper:
 
     def _measure(self) -> Measured:
         """Reduce what is left of the step's gradients, and compute their norm; a failure forgets the step."""
-        dp, accumulation, reductions = self.base.axes.dp, self.runtime.accumulation, self.runtime.reductions
+        dp, accumulation, reductions = self.parts.axes.dp, self.parts.accumulation, self.parts.reductions
         try:
-            weight = self.base.order.end(accumulation)
+            weight = self.parts.order.end(accumulation)
             reductions.catch_up()
             if not reductions.adopted and dp.size > 1:
                 reductions.adopt(broadcast_ints(dp, reductions.observed()))
-            return self.runtime.optimizer.measure(weight, self.runtime.loss_scale.value, accumulation.nan)
+            return self.parts.optimizer.measure(weight, self.parts.loss_scale.value, accumulation.nan)
         except BaseException:
             self.abandon()
             raise
@@ -142,7 +140,7 @@ class Stepper:
 
         All ranks call it; 8 bytes to each other rank.
         """
-        axes, hooks = self.base.axes, self.runtime.hooks
+        axes, hooks = self.parts.axes, self.parts.hooks
         lost = torch.stack([each.double() for each in nans]).amax() if nans else 0.0
         mine = torch.zeros((), dtype=torch.float64, device=axes.dp.device)
         mine += _WITHOUT_WEIGHT * lost if nan is None else torch.where(nan, _LOST, _WITHOUT_WEIGHT * lost)
@@ -175,22 +173,22 @@ class Stepper:
     def leave_out(self) -> None:
         """Forget this step; one whose norm was computed, and is not finite, counts as skipped: the loss scale falls."""
         measured = self._measured
-        self.base.axes.dp.note_steps(left_out=int(measured is not None or self.runtime.accumulation.count > 0))
+        self.parts.axes.dp.note_steps(left_out=int(measured is not None or self.parts.accumulation.count > 0))
         self.abandon()
-        if measured is None or isfinite(norm := self.runtime.optimizer.leave_out(measured)):
+        if measured is None or isfinite(norm := self.parts.optimizer.leave_out(measured)):
             return
         outcome = Outcome(OVERFLOW, measured.norm, norm, [])
         for feature in self.features:
             feature.after_update(outcome)
-        self.runtime.loss_scale.update(overflow=True)
+        self.parts.loss_scale.update(overflow=True)
 
     def reset(self) -> None:
         """Forget the gradients and micro-batches of this step, and release all units."""
         self._measured = None
-        self.runtime.reductions.reset()
-        self.runtime.accumulation.reset()
-        self.base.order.reset()
-        self.runtime.gathers.drop(lambda token: True)
+        self.parts.reductions.reset()
+        self.parts.accumulation.reset()
+        self.parts.order.reset()
+        self.parts.gathers.drop(lambda token: True)
 
     def abandon(self) -> None:
         """Forget a step whose forward or backward died.
@@ -198,8 +196,8 @@ class Stepper:
         Where a peer is lost, whatever was under way with it raises once when it is waited for: that is no news.
         """
         self._measured = None
-        for of_chunk in self.runtime.hooks:
-            for _ in range(MOST_UNDER_WAY * len(self.runtime.units) + 1):
+        for of_chunk in self.parts.hooks:
+            for _ in range(MOST_UNDER_WAY * len(self.parts.units) + 1):
                 try:
                     of_chunk.abandon()
                 except (Zero3dError, RuntimeError):
@@ -207,20 +205,20 @@ class Stepper:
                 break
         for feature in self.features:
             feature.abandoned()
-        self.base.order.reset()
+        self.parts.order.reset()
 
     def _result(self, reason: str, norm: Tensor, lr: float) -> StepResult:
         applied = self._constant(f"applied {reason == APPLIED}", reason == APPLIED, torch.bool)
-        scale = self._constant("loss scale", self.runtime.loss_scale.value, torch.float32)
+        scale = self._constant("loss scale", self.parts.loss_scale.value, torch.float32)
         return StepResult(applied, norm, scale, self._constant("lr", lr, torch.float64), reason)
 
     @property
     def _no_norm(self) -> Tensor:
-        return self._constant("no norm", math.nan, torch_dtype(self.base.policy.master))
+        return self._constant("no norm", math.nan, torch_dtype(self.parts.policy.master))
 
     def _constant(self, name: str, value: float, dtype: torch.dtype) -> Tensor:
         """Return a number on the device: filled in there, which waits for nothing, and only where it has changed."""
         known = self._known.get(name)
         if known is None or (known[0] != value and not (math.isnan(known[0]) and math.isnan(value))):
-            known = self._known[name] = value, torch.full((), value, dtype=dtype, device=self.base.axes.dp.device)
+            known = self._known[name] = value, torch.full((), value, dtype=dtype, device=self.parts.axes.dp.device)
         return known[1]

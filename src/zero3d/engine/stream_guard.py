@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
+from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ class Streaming(Feature):
         self._under_way = False
 
     @classmethod
-    def opened(cls, built: Built) -> Self:
+    def opened(cls, parts: Runtime) -> Self:
         return cls()
 
     def refuse(self, call: str) -> None:

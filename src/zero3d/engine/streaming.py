@@ -32,8 +32,8 @@ from zero3d.checkpoint.streamed_folder import FolderSender
 from zero3d.distributed.agreement import agree, agree_and_count, exchange_texts
 from zero3d.distributed.degrees import Place
 from zero3d.engine.accounting import MemoryEntry
-from zero3d.engine.assembly import Assembly
 from zero3d.engine.features import required
+from zero3d.engine.parts import Parts
 from zero3d.engine.state import engine_state
 from zero3d.engine.stream_guard import Streaming
 from zero3d.engine.unshard import Unsharded
@@ -113,9 +113,9 @@ class WeightStreams:
 
     _form: Form | None = None
 
-    def __init__(self, assembly: Assembly, unsharded: Unsharded) -> None:
-        self._assembly, self._unsharded = assembly, unsharded
-        self._mesh, self._world = assembly.base.resolved.mesh, assembly.base.axes.world
+    def __init__(self, parts: Parts, unsharded: Unsharded) -> None:
+        self._parts, self._unsharded = parts, unsharded
+        self._mesh, self._world = parts.mesh, parts.axes.world
         self._held, self._peak = 0, 0
         self._last, self._packers = Last(), list[Packer]()
 
@@ -206,7 +206,7 @@ class WeightStreams:
     def _kind(self, adapters: str) -> str:
         if adapters not in ADAPTERS:
             raise ConfigError(f"adapters={adapters!r}: pass one of {', '.join(map(repr, ADAPTERS))}.")
-        chunk = next(iter(self._assembly.base.partition.chunks.values()))
+        chunk = next(iter(self._parts.partition.chunks.values()))
         return ADAPTERS[adapters] if has_adapters(model_of(chunk)) else WHOLE
 
     # --- the buckets ----------------------------------------------------------------------------
@@ -218,15 +218,15 @@ class WeightStreams:
 
         known  checksums of tensors that are left out where they still have them
         """
-        self._assembly.registry.check()
-        self._assembly.runtime.optimizer.flush()
+        self._parts.registry.check()
+        self._parts.optimizer.flush()
         with (
-            required(self._assembly.features, Streaming).begun(),
+            required(self._parts.features, Streaming).begun(),
             self._mesh.heartbeat.phase("stream"),
             self._resharded(),
             torch.no_grad(),
         ):
-            state, place = engine_state(self._assembly), self._mesh.place
+            state, place = engine_state(self._parts), self._mesh.place
             published = agree(self._world, lambda: Published(state, kind))
             self._form, packs = published.form, (place.tp, place.dp) == (0, 0)
             memories = agree(self._world, lambda: memory(nbytes)[: 1 if place.pp else 2] if packs else [])
@@ -250,7 +250,7 @@ class WeightStreams:
     def _stages(
         self, state: EngineState, published: Published, dtype: torch.dtype | None, memories: Sequence[Tensor]
     ) -> Buckets:
-        world, whole = self._world, self._assembly.whole_parameters
+        world, whole = self._world, self._parts.whole_parameters
         alone = isinstance(published.form, AdapterForm)
         counts = world.exchange(torch.tensor([len(published.units)], dtype=torch.int64)).flatten().tolist()
         number, sent = 0, set[str]()

@@ -25,7 +25,7 @@ def open_tiers(
 
     None where nothing leaves the device. Raises ConfigError, OutOfBudget.
     """
-    offload, axes, mesh = base.options.offload, base.axes, base.resolved.mesh
+    offload, axes, mesh = base.options.offload, base.axes, base.mesh
     if not offload.states:
         return None, None
     kinds = state_kinds(base)
@@ -33,7 +33,7 @@ def open_tiers(
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
     on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or offload.gradients_leave
     threads = update_threads(base) if on_host else 1
-    site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base), threads)
+    site = Site(axes.arena, axes.world, owner, base.precision.dtype, partial(host_share, base), threads)
     stores = (mesh.make_stores or Stores)(site)
     executor = _executor(base, kinds, stores.rates)
     tiers = Builder(site, offload, records, executor, stores).tiers()

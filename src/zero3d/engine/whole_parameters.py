@@ -34,7 +34,6 @@ from zero3d.zero.unit import Unit, units_of
 from zero3d.zero.unit_parts import parameter_views
 
 if TYPE_CHECKING:
-    from zero3d.engine.foundation import Axes
     from zero3d.engine.runtime import Runtime
 
 CHUNK = "whole"  # the token of a unit's user
@@ -53,12 +52,12 @@ class WholeParameters:
     """
 
     def __init__(
-        self, axes: Axes, runtime: Runtime, note_writes: Callable[[Sequence[Unit]], None], originals: FrozenOriginals
+        self, parts: Runtime, note_writes: Callable[[Sequence[Unit]], None], originals: FrozenOriginals
     ) -> None:
-        self._units, self._gathers = runtime.units, runtime.gathers
-        self._world, self._dp = axes.world, axes.dp
-        self._group = runtime.model_group
-        self._arena = axes.arena
+        self._units, self._gathers = parts.units, parts.gathers
+        self._world, self._dp = parts.axes.world, parts.axes.dp
+        self._group = parts.model_group
+        self._arena = parts.axes.arena
         self._note_writes, self._originals = note_writes, originals
 
     @property

@@ -16,11 +16,12 @@ from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.degrees import Place
 from zero3d.distributed.kernels import capability, products
 from zero3d.engine.checks import check_replay
-from zero3d.engine.feature import Built, Feature
+from zero3d.engine.feature import Feature
 from zero3d.engine.replay.hashes import Boundary, GradientHashes, Hashed, Parameter, digest
 from zero3d.engine.replay.inputs import Surroundings
 from zero3d.engine.replay.recordings import Again, Given, InStep
 from zero3d.engine.replay.verdict import Reason, Verdict, judge, partner_of, third_of
+from zero3d.engine.runtime import Runtime
 from zero3d.errors import CorruptionError
 from zero3d.zero.gathers import STEP, Order
 from zero3d.zero.unit import units_of
@@ -78,19 +79,19 @@ class Replay(Feature):
     name = "replay"
     trains_unfrozen = False
 
-    def __init__(self, every: int, built: Built) -> None:
-        base, runtime = built.base, built.runtime
-        self._every, self._applied = every, built.applied
-        self._base, self._runtime = base, runtime
-        self._device = base.axes.arena.device
-        self._rows = base.axes.complements["rows"]  # which have micro-batches of their own: dp itself without sp
-        self._last = base.resolved.schedule.chunks_per_rank * base.axes.pp.size - 1 if base.axes.pp.size > 1 else 0
-        trainable = [unit for unit in runtime.units if unit.grads is not None]
-        self._units = {number: units_of(chunk, trainable) for number, chunk in self._base.partition.chunks.items()}
+    def __init__(self, every: int, parts: Runtime) -> None:
+        axes, chunks = parts.axes, parts.partition.chunks
+        self._every, self._step = every, 0
+        self._parts, self._chunks = parts, chunks
+        self._device = axes.arena.device
+        self._rows = axes.complements["rows"]  # which have micro-batches of their own: dp itself without sp
+        self._last = parts.schedule.chunks_per_rank * axes.pp.size - 1 if axes.pp.size > 1 else 0
+        trainable = [unit for unit in parts.units if unit.grads is not None]
+        self._units = {number: units_of(chunk, trainable) for number, chunk in chunks.items()}
         self._parameters: list[Parameter] = [(u, i) for u in trainable for i in range(len(u.weights.params))]
         self._hashed: list[Hashed] = [*self._parameters]
         if self._last:
-            self._hashed += [Boundary(chunk, way) for chunk in self._base.partition.chunks for way in (False, True)]
+            self._hashed += [Boundary(chunk, way) for chunk in chunks for way in (False, True)]
         self.unlike = self._unlike()
         self._round: Round | None = None
         self.clean: int | None = None
@@ -101,9 +102,9 @@ class Replay(Feature):
         check_replay(options.replay, mesh)
 
     @classmethod
-    def opened(cls, built: Built) -> Self | None:
-        every = built.base.options.replay
-        return cls(every, built) if every else None
+    def opened(cls, parts: Runtime) -> Self | None:
+        every = parts.options.replay
+        return cls(every, parts) if every else None
 
     def _unlike(self) -> str | None:
         """Return why ranks need not give the same bits, so that none may check another one; None where they do.
@@ -111,9 +112,9 @@ class Replay(Feature):
         Machines must be alike, and no kernel chosen by its time on one.
         """
         device = self._device
-        modules = (inner for chunk in self._base.partition.chunks.values() for inner in chunk.modules())
+        modules = (inner for chunk in self._chunks.values() for inner in chunk.modules())
         compiled = device.type != "cpu" and any(map(is_compiled, modules))
-        kinds = exchange_texts(self._base.axes.world, f"{machine_of(device)}{COMPILED * compiled}")
+        kinds = exchange_texts(self._parts.axes.world, f"{machine_of(device)}{COMPILED * compiled}")
         if other := next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), 0):
             return f"rank 0 computes on {kinds[0]}, rank {other} on {kinds[other]}"
         return "compiled kernels are chosen by their time on each machine" if COMPILED in kinds[0] else None
@@ -130,13 +131,14 @@ class Replay(Feature):
 
     # --- in a step ----------------------------------------------------------------------------------
 
-    def begin(self, micro_batches: int) -> None:
+    def begin(self, step: int, micro_batches: int) -> None:
         """Choose the micro-batch of a step that is computed twice, if one of this step is."""
         self._round, self.recording = None, None
-        turn, left = divmod(self._applied() + 1, self._every)
+        self._step = step
+        turn, left = divmod(step, self._every)
         if not left:
-            chunks, reductions = self._base.partition.chunks, self._runtime.reductions
-            self.recording = InStep(turn // 2 % micro_batches, chunks, self._device, reductions)
+            number, reductions = turn // 2 % micro_batches, self._parts.reductions
+            self.recording = InStep(number, self._chunks, self._device, reductions)
 
     @contextmanager
     def around(self, k: int, batch: Any, compute: Compute) -> Iterator[None]:
@@ -145,8 +147,8 @@ class Replay(Feature):
         if watched is None or k != watched.micro_batch:
             yield
             return
-        if self._base.order.draw is not None:
-            self._base.order.draw(k)
+        if self._parts.order.draw is not None:
+            self._parts.order.draw(k)
         watched.enters(0, batch, ())
         self._repeat(watched, compute, first=k == 0)
         with watched.backward(0):
@@ -155,10 +157,10 @@ class Replay(Feature):
     def _repeat(self, watched: InStep, compute: Compute, first: bool = False) -> None:
         """Compute a partner's micro-batch, which computes this rank's. first: no unit is held for the step yet."""
         rows, given = self._rows, None
-        turn = (self._applied() + 1) // self._every
+        turn = self._step // self._every
         partner = partner_of(rows.rank, rows.size, turn) if self.unlike is None else rows.rank
         if partner != rows.rank:
-            with self._base.axes.ledger.apart():
+            with self._parts.axes.ledger.apart():
                 given = self._trade(watched.began, partner)
         again = self._compute(given or watched.began, compute, first)
         self._round = Round(rows.rank if given is None else partner, watched, given or watched.began, again)
@@ -183,8 +185,8 @@ class Replay(Feature):
         found, self._round = self._round, None
         if found is None:
             return
-        with self._base.axes.ledger.apart():
-            rows, world = self._rows, self._base.axes.world
+        with self._parts.axes.ledger.apart():
+            rows, world = self._rows, self._parts.axes.world
             again, theirs = (each.table(self._hashed, self._device) for each in (found.again, found.own.hashes))
             if found.partner != rows.rank:
                 theirs = rows.trade(theirs, found.partner, "-")
@@ -195,7 +197,7 @@ class Replay(Feature):
             findings = [Finding(int(read[2 * i]), i, int(read[2 * i + 1])) for i in range(world.size)]
             if min(findings).place < NEVER:
                 self._accuse(found, findings, places, compute)
-        self.clean = self._applied()
+        self.clean = self._step - 1
         self.count += 1
 
     def _places(self, hashes: GradientHashes) -> Tensor:
@@ -218,14 +220,14 @@ class Replay(Feature):
 
     def _compute(self, given: Given, compute: Compute, first: bool) -> GradientHashes:
         """Compute a micro-batch of which nothing stays but its hashes. first: no unit is held for the step yet."""
-        chunks, shared = self._base.partition.chunks, self._base.sequence
+        chunks, shared = self._chunks, self._parts.sequence
         surroundings = {number: Surroundings.of(chunk, self._device) for number, chunk in chunks.items()}
-        again, gathers = Again(given, surroundings, self._parameters), self._runtime.gathers
+        again, gathers = Again(given, surroundings, self._parameters), self._parts.gathers
         events, gathers.events = gathers.events, None
-        for hooks in self._runtime.hooks:
+        for hooks in self._parts.hooks:
             hooks.aside = again.hashes.add
         try:
-            with self._base.axes.ledger.apart(), nullcontext() if shared is None else shared.apart():
+            with self._parts.axes.ledger.apart(), nullcontext() if shared is None else shared.apart():
                 if self._last:  # the next step gathers ahead what this one has used
                     gathers.begin_forward(Order())
                 compute(again)
@@ -235,7 +237,7 @@ class Replay(Feature):
             gathers.events = events
             if self._last:
                 gathers.end_forward()
-            for hooks in self._runtime.hooks:
+            for hooks in self._parts.hooks:
                 hooks.aside = None
             again.restore()
         return again.hashes
@@ -244,8 +246,8 @@ class Replay(Feature):
 
     def _accuse(self, found: Round, findings: Sequence[Finding], places: Tensor, compute: Compute) -> None:
         """Raise CorruptionError on all ranks, told by the one that found it."""
-        world, finding = self._base.axes.world, min(findings)
-        degrees = self._base.resolved.mesh.degrees
+        world, finding = self._parts.axes.world, min(findings)
+        degrees = self._parts.mesh.degrees
         partner = degrees.place(finding.finder).dp // degrees.sp
         verdict = self._judge(found, finding.owner, partner, compute)
         # The tp and sp ranks on whose gradients it showed first: from there it spread to the others.
@@ -263,7 +265,7 @@ class Replay(Feature):
         accused = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
         index = int(world.read(places.argmin().view(1), [0])[0])
         error = CorruptionError(
-            f"health.replay: in step {self._applied() + 1} {_told(accused, verdict.reason)} First in "
+            f"health.replay: in step {self._step} {_told(accused, verdict.reason)} First in "
             f"{self._named(self._hashed[index])}. The step is not applied."
         )
         agree(world, partial(_raise, error) if world.rank == finding.finder else lambda: None)
@@ -292,10 +294,10 @@ class Replay(Feature):
                 traded = self._trade(found.own.began, third if rows.rank == owner else owner)
                 given = traded or given if rows.rank == third else given
             again = self._compute(given, compute, first=False)
-        digests = self._base.axes.world.exchange(
+        digests = self._parts.axes.world.exchange(
             torch.cat([digest(each.table(hashed, device)) for each in (here, again)])
         )
-        read = self._base.axes.world.read(digests.flatten(), [0] * digests.numel())
+        read = self._parts.axes.world.read(digests.flatten(), [0] * digests.numel())
         results = [tuple(read[4 * rank : 4 * rank + 4]) for rank in range(len(digests))]
         groups = {row: [results[each] for each in self._group(row)] for row in range(rows.size)}
         first = {rank: tuple(result[:2] for result in groups[rank]) for rank in (owner, partner)}
@@ -304,7 +306,7 @@ class Replay(Feature):
 
     def _group(self, row: int) -> list[int]:
         """Return the ranks that compute a micro-batch together."""
-        degrees = self._base.resolved.mesh.degrees
+        degrees = self._parts.mesh.degrees
         alike = range(row * degrees.sp, (row + 1) * degrees.sp)
         return [rank for dp in alike for rank in degrees.model_parallel(degrees.rank(Place(0, dp, 0)))]
 
