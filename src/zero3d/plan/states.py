@@ -117,7 +117,7 @@ def _tiers(plan: ParallelPlan) -> Offload:
 @lru_cache(maxsize=1 << 14)
 def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
-    many = plan.accumulate if policy_of(plan).exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
+    many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return plan.replace(
         offload=_away(plan.offload),
         mesh=_cut(plan.mesh),
