@@ -6,7 +6,7 @@ does when it is known what leaves the device, makes a new one by the same functi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zero3d.blueprint.layout import Shape, UnitLayout
@@ -25,6 +25,14 @@ class UnitFacts(NamedTuple):
     name: str
     kind: Kind
     parameters: Sequence[tuple[str, Shape, int]]
+
+
+class BlueprintUnit(NamedTuple):
+    """What a unit is, and where its parameters lie."""
+
+    name: str
+    plan: UnitPlan
+    layout: UnitLayout
 
 
 class Blueprint(NamedTuple):
@@ -49,3 +57,8 @@ class Blueprint(NamedTuple):
         plans = {unit.name: decide(unit.kind, policy, ranks) for unit in units}
         layouts = {unit.name: lay_out(unit.parameters, unit.kind, policy, ranks, block) for unit in units}
         return cls(policy, ranks, plans, layouts)
+
+    @property
+    def units(self) -> Iterator[BlueprintUnit]:
+        """Yield the units in model order."""
+        return (BlueprintUnit(name, plan, self.layouts[name]) for name, plan in self.plans.items())
