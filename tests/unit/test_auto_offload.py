@@ -25,7 +25,6 @@ from zero3d.blueprint.policy import Policy
 from zero3d.engine import auto_offload, foundation
 from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
 from zero3d.engine.foundation import update_threads
-from zero3d.models.blocks import find_all_units
 from zero3d.offload.host_adam import scratch_bytes
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
@@ -52,8 +51,7 @@ def with_room(monkeypatch, room):
 ])  # fmt: skip
 def test_what_an_engine_needs_is_what_it_then_holds(options):
     engine = engine_of(**options)
-    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
-    need = bytes_needed(engine._parts, specs)
+    need = bytes_needed(engine._parts)
     planned = {entry.category: entry.planned for entry in engine.memory}
     held = {"optimizer": need.states, "parameters": need.others["weights"], "gradients": need.others["gradients"]}
     assert held == {category: planned[category] for category in held}
@@ -72,8 +70,7 @@ OPTIMIZERS = {
 
 
 def need_of(engine):
-    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
-    return bytes_needed(engine._parts, specs)
+    return bytes_needed(engine._parts)
 
 
 def held_states(name, stage, precision):
@@ -110,10 +107,7 @@ def engine_with_experts(stage, experts):
         precision="bf16",
         optimizer=adamw,
     )
-    base = engine._parts
-    stacked = base.partition.experts.parameters()
-    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype, stacked)
-    return engine, bytes_needed(base, specs).others
+    return engine, bytes_needed(engine._parts).others
 
 
 def gradients_with_experts(stage, experts):
@@ -163,8 +157,7 @@ def test_records_of_an_optimizer_of_two_kinds_are_as_long_as_the_longest():
 
 def test_what_is_off_the_device_anyway_is_not_counted():
     engine = engine_of({"params": "host", "gradients": "host", "optimizer": "host", "executor": "host"})
-    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
-    need = bytes_needed(engine._parts, specs)
+    need = bytes_needed(engine._parts)
     assert (need.others["weights"], need.others["gradients"], need.passing) == (0, 0, 0)
 
 
@@ -178,24 +171,24 @@ def test_where_there_is_room_nothing_leaves(tmp_path):
 
 
 def test_what_does_not_fit_leaves_and_says_so(monkeypatch):
-    base, specs = parts({"optimizer": "auto", "executor": "host"})
+    base = parts({"optimizer": "auto", "executor": "host"})
     for without in ("host", "disk"):
-        room = room_for(base, specs, 0.25)
+        room = room_for(base, 0.25)
         with_room(monkeypatch, room if without == "host" else room._replace(host=None, folder=True))
-        offload, why = place_of(base, specs)
+        offload, why = place_of(base)
         assert offload == Offload(without, fraction=0.25, executor="host")
         assert why[0].startswith(f"offload.optimizer=auto: {without}, fraction 0.25: a rank needs optimizer")
 
 
-def place_of(base, specs):
+def place_of(base):
     """The settings that a choice becomes, and why."""
-    chosen, why = auto_offload.decide_place(base, specs)
+    chosen, why = auto_offload.decide_place(base)
     return chosen.options.offload, why
 
 
-def room_for(base, specs, leaves):
+def room_for(base, leaves):
     """Room on the device for all but this share of the optimizer's states."""
-    need = bytes_needed(base, specs)
+    need = bytes_needed(base)
     return Room(int(need.states * (1 - leaves)) + sum(need.others.values()) + 1, GB, False)
 
 
@@ -204,7 +197,7 @@ def parts(given):
     engine = engine_of()
     base = engine._parts
     base = auto_offload.replace(base, options=auto_offload.replace(base.options, offload=Offload.of(given)))
-    return base, find_all_units(engine.chunks.values(), None, engine.precision.dtype)[0]
+    return base
 
 
 def test_what_has_no_place_is_refused_before_the_model_is_touched(monkeypatch):
@@ -218,11 +211,11 @@ def test_what_has_no_place_is_refused_before_the_model_is_touched(monkeypatch):
 
 
 def chosen_by_ranks():
-    base, specs = parts({"optimizer": "auto", "executor": "host"})
-    room = room_for(base, specs, (0.125, 0.5)[dist.get_rank()])
+    base = parts({"optimizer": "auto", "executor": "host"})
+    room = room_for(base, (0.125, 0.5)[dist.get_rank()])
     auto_offload.room_of = lambda mesh, offload: room
     try:
-        offload, why = place_of(base, specs)
+        offload, why = place_of(base)
     finally:
         auto_offload.room_of = room_of
     return offload.optimizer, offload.fraction, why
@@ -282,7 +275,7 @@ def threads_of_rank(pinned, cores=8):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: set(range(first, first + 8)))
         patch.setattr(foundation, "usable_cores", lambda: cores)
-        return update_threads(parts({"optimizer": "host"})[0])
+        return update_threads(parts({"optimizer": "host"}))
 
 
 @pytest.mark.parametrize(("pinned", "cores", "threads"), [(False, 8, 4), (True, 8, 8), (False, 5, 2), (False, 1, 1)])
@@ -368,7 +361,7 @@ def test_the_line_of_a_choice_has_the_figures():
 
 
 def slowest():
-    base, _ = parts({"optimizer": "host"})
+    base = parts({"optimizer": "host"})
     rates = MeasuredRates(*[(3.0, 8.0, 5.0, 1.0), (4.0, 7.0, 6.0, 2.0)][dist.get_rank()])
     return tuple(auto_offload._slowest(base, rates))
 
@@ -395,7 +388,7 @@ def test_an_engine_says_who_updates_its_records_and_why(optimizer, executor):
 
 def test_what_auto_puts_on_a_disk_is_there(monkeypatch, tmp_path):
     given = {"optimizer": "auto", "directory": tmp_path}
-    with_room(monkeypatch, room_for(*parts(given), 0.25)._replace(host=None, folder=True))
+    with_room(monkeypatch, room_for(parts(given), 0.25)._replace(host=None, folder=True))
     engine = engine_of(given)
     assert engine.offload.optimizer == "disk"
     assert len(engine.offload_why) == 2
@@ -407,7 +400,9 @@ def test_what_auto_puts_on_a_disk_is_there(monkeypatch, tmp_path):
 def test_weights_that_are_on_the_device_are_room_for_what_takes_them_over(monkeypatch):
     with_room(monkeypatch, Room(1000, 7 * GB, False))
     arena = SimpleNamespace(device=torch.device("meta"))
-    base = SimpleNamespace(axes=SimpleNamespace(arena=arena), mesh=None, options=SimpleNamespace(offload=None))
     there, elsewhere = (torch.nn.Parameter(torch.empty(100, device=device)) for device in ("meta", "cpu"))
     specs = [SimpleNamespace(params={"a": there, "tied": there}), SimpleNamespace(params={"b": elsewhere})]
-    assert auto_offload._room_for(base, specs).device == 1000 + 400
+    base = SimpleNamespace(
+        axes=SimpleNamespace(arena=arena), mesh=None, options=SimpleNamespace(offload=None), specs=specs
+    )
+    assert auto_offload._room_for(base).device == 1000 + 400

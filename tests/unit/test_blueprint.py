@@ -2,8 +2,12 @@
 
 import pytest
 from blueprints import unit_plan
+from models import adamw, batch, build, loss_of
 
-from zero3d.blueprint.policy import Policy
+import zero3d
+from zero3d.blueprint.blueprint import Blueprint, UnitFacts
+from zero3d.blueprint.policy import Group, Policy, Ranks
+from zero3d.blueprint.unit import Kind
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE, PAIRWISE
 from zero3d.errors import ConfigError
 from zero3d.spec.dtypes import BF16, BY_NAME, FP16, FP32, FP64
@@ -111,3 +115,32 @@ def test_policies_have_the_dtypes_of_their_precision():
         assert (policy.compute, policy.master, policy.wire) == (BY_NAME[precision], master, master)
     with pytest.raises(ConfigError, match=r"zero\.reduce=every_micro_batch|reduce='every_micro_batch'"):
         Policy.of(Spec(Zero(0, reduce="every_micro_batch")))
+
+
+def test_a_blueprint_follows_from_settings_ranks_and_facts():
+    ranks = Ranks(Group(4, ALL_TO_ALL), Group(4, ALL_TO_ALL))
+    facts = [
+        UnitFacts("root", Kind(BF16), [("norm", (6,), 0)]),
+        UnitFacts("block", Kind(BF16), [("weight", (3, 8), 0)]),
+    ]
+    drawn = Blueprint.of(Spec(Zero(3), precision="bf16"), ranks, facts, 1)
+    assert [(unit.name, unit.layout.numel, unit.plan.gradients.kept) for unit in drawn.units] == [
+        ("root", 6, False),
+        ("block", 24, False),
+    ]
+    on_host = Blueprint.of(Spec(Zero(3), ON_HOST, precision="bf16"), ranks, facts, 1)
+    assert (drawn.policy.gradients, on_host.policy.gradients) == (False, True)
+    assert [unit.layout.slots for unit in on_host.units] == [unit.layout.slots for unit in drawn.units]
+
+
+def test_an_engine_shows_what_its_units_have_become():
+    engine = zero3d.Engine(build("net"), stage=1, precision="bf16", optimizer=adamw)
+    drawn = engine.blueprint
+    assert [(unit.name, unit.plan) for unit in drawn.units] == [(unit.name, unit.plan) for unit in engine.units]
+    assert all(drawn.layouts[unit.name] is unit.layout for unit in engine.units)
+    for last in (False, True):
+        engine.backward(loss_of(engine, batch(0)), last=last)
+    now = engine.blueprint
+    assert now.layouts is drawn.layouts
+    assert now.plans != drawn.plans
+    assert [now.plans[unit.name] for unit in engine.units] == [unit.plan for unit in engine.units]

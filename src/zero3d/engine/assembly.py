@@ -52,7 +52,6 @@ from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
 from zero3d.models.bitsandbytes_layers import take_over
-from zero3d.models.blocks import find_all_units
 from zero3d.models.packing import position_rows
 from zero3d.models.targets import Targets
 from zero3d.models.wrappers import compile_by_block, unwrap
@@ -81,11 +80,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     originals = _originals(model, base, options)
     axes, module = base.axes, base.partition.module
     kept = _keep_inputs(base)
-    specs, uses = find_all_units(
-        base.partition.chunks.values(), options.units, resolved.precision.dtype, base.partition.experts.parameters()
-    )
-    base, why_there = decide_place(base, specs)
-    base, why_gradients = decide_gradients(base, specs)
+    base, why_there = decide_place(base)
+    base, why_gradients = decide_gradients(base)
     why = (*why_there, *why_gradients)
     part = None if base.sequence is None else base.sequence.own_part
     losses, only = Losses(model, options.loss, targets, part, rows), last_only(model)
@@ -95,8 +91,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     if axes.pp.size > 1:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
-    units, tiers, slots = build_units(base, specs, options.weights)
-    runtime = start(base, units, uses, tiers, slots)
+    units, tiers, slots = build_units(base, options.weights)
+    runtime = start(base, units, tiers, slots)
     guard_gradients(p for unit in runtime.units for p in unit.weights.params)
     if kept is not None and kept.slots is not None and tiers is not None:
         kept.slots.others = tiers.host_bytes

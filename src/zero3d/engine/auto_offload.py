@@ -13,7 +13,7 @@ executor   once it is known what the optimizer is: the host has the fused kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -62,7 +62,7 @@ class OffloadChoice(NamedTuple):
     why: tuple[str, ...] = ()
 
 
-def decide_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
+def decide_place(base: Foundation) -> tuple[Foundation, tuple[str, ...]]:
     """Choose where optimizer states are, all ranks alike; return options that say so, and why in lines.
 
     Raises OutOfBudget. One exchange of a few numbers.
@@ -70,20 +70,20 @@ def decide_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
     offload = base.options.offload
     if offload.optimizer != AUTO:
         return base, ()
-    placed = _furthest(base, bytes_needed(base, specs), _room_for(base, specs))
+    placed = _furthest(base, bytes_needed(base), _room_for(base))
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
     offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction).settled
     return base.leaving(offload), (why,)
 
 
-def decide_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
+def decide_gradients(base: Foundation) -> tuple[Foundation, tuple[str, ...]]:
     """Choose where reduced gradients are, all ranks alike; return options that say so, and why in lines."""
     offload, policy = base.options.offload, base.policy
     if offload.gradients != AUTO or offload.optimizer == "none":
         return base, ()
     place, why = DEVICE, tuple[str, ...]()
     if policy.gradients_may_leave and base.axes.arena.device.type != "cpu":
-        short = gradients_short_of(bytes_needed(base, specs), _room_for(base, specs), offload.fraction)
+        short = gradients_short_of(bytes_needed(base), _room_for(base), offload.fraction)
         world = base.axes.world
         most = max(world.read(world.exchange(torch.tensor([float(short)], device=world.device)).flatten(), [0.0]))
         place, room = gradients_place(int(most))
@@ -136,7 +136,7 @@ def state_kinds(base: Foundation) -> StateKinds:
 # --- place --------------------------------------------------------------------------------------
 
 
-def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
+def bytes_needed(base: Foundation) -> Need:
     """Return what this rank is about to hold on its device, padding apart; of activations nothing is known.
 
     All states are counted as if they stayed there, but for weights and gradients that are known to leave.
@@ -144,15 +144,16 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     policy, device = base.policy, base.axes.arena.device.type
     states, longest, kinds = NO_BYTES, 0, state_kinds(base)
     gathered, reduced = dict[str, int](), dict[str, int]()
-    for spec in specs:
-        plan, size = base.plan(spec), sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
+    for spec in base.specs:
+        plan, size = base.blueprint.plans[spec.name], sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
         if not plan.whole:
             gathered[spec.name] = size
         if plan.gradients is not None and not plan.gradients.kept:
             reduced[spec.name] = plan.sources * size
         held, record = _of_unit(base, spec, plan, kinds)
         states, longest = states + held.states, max(longest, record)
-    messages = coded_messages(max(base.layout(spec).total for spec in specs), device) if policy.coded else 0
+    longest_unit = max(layout.total for layout in base.blueprint.layouts.values())
+    messages = coded_messages(longest_unit, device) if policy.coded else 0
     others = {
         "weights": ceil(states.parameters),
         "gradients": ceil(states.gradients),
@@ -165,7 +166,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
 
 def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds) -> tuple[Held, int]:
     """Return what this rank holds of a unit, and the bytes of its longest record."""
-    layout = base.layout(spec)
+    layout = base.blueprint.layouts[spec.name]
     if not spec.trainable:
         return unit_bytes(plan, layout, OptimizerBytes(0)), 0
     updated, has = base.updated(spec, layout), kinds.by_slot(layout)
@@ -192,12 +193,12 @@ def room_of(mesh: Mesh, offload: Offload) -> Room:
     return Room(int(USABLE * (module.mem_get_info(device)[0] + kept)), host, folder, ranks)
 
 
-def _room_for(base: Foundation, specs: Sequence[UnitSpec]) -> Room:
+def _room_for(base: Foundation) -> Room:
     """Return what this rank may take for its units: what it may take now, and what their weights hold until then."""
     room, device = room_of(base.mesh, base.options.offload), base.axes.arena.device
     if device.type == "cpu":
         return room
-    storages = (p.untyped_storage() for spec in specs for p in spec.params.values() if p.device == device)
+    storages = (p.untyped_storage() for spec in base.specs for p in spec.params.values() if p.device == device)
     taken_over = {storage._cdata: storage.nbytes() for storage in storages}
     return room._replace(device=room.device + sum(taken_over.values()))
 

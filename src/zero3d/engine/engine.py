@@ -102,6 +102,7 @@ class Engine:
     mesh = Exposed(lambda parts: parts.mesh)
     precision = Exposed(lambda parts: parts.precision)
     policy = Exposed(lambda parts: parts.policy)
+    blueprint = Exposed(lambda parts: parts.blueprint_now)
     offload = Exposed(lambda parts: parts.offload.offload)
     offload_why = Exposed(lambda parts: parts.offload.why)
     notes = Exposed(lambda parts: parts.notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from socket import gethostname
 from zlib import crc32
@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from zero3d.activations.compilation import compile_blocks, compile_options
-from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.blueprint import Blueprint, UnitFacts
+from zero3d.blueprint.layout import Shape, UnitLayout
 from zero3d.blueprint.policy import Group, Policy, Ranks
 from zero3d.blueprint.state_spans import Updated
-from zero3d.blueprint.unit import UnitPlan, decide
-from zero3d.blueprint.units import lay_out
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
@@ -27,7 +26,7 @@ from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.cgroups import usable_cores
-from zero3d.models.blocks import UnitSpec
+from zero3d.models.blocks import UnitSpec, find_all_units
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
 from zero3d.models.written_numbers import numbers_in
@@ -107,6 +106,12 @@ class Axes:
         """Return the ranks that have the same shards; one alone where states are cut over all of dp."""
         return self.complements["replicate"]
 
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks among which units are shared out."""
+        shard, eshard, copies = (Group(c.size, c.algorithm) for c in (self.shard(), self.eshard, self.replicate))
+        return Ranks(shard, eshard, copies, self.ep.size, 1 if self.node is None else self.node.size)
+
     def shard(self, experts: bool = False) -> Comm:
         """Return the ranks over which units are cut, or those of experts."""
         return self.eshard if experts else self.folds["shard"]
@@ -121,6 +126,9 @@ class Foundation(Resolved):
     sequence   the ranks that share sequences out; None where each has whole ones
     notes      lines for people about what computes
     numbers    a hash of numbers in the full model's modules, as the caller built it
+    specs      the units that are to be built of its parameters
+    uses       names of the units that the forward of each module needs
+    blueprint  what these units are
     """
 
     options: Options
@@ -130,6 +138,9 @@ class Foundation(Resolved):
     sequence: SequenceGroup | None
     notes: tuple[str, ...]
     numbers: str
+    specs: Sequence[UnitSpec]
+    uses: Mapping[nn.Module, Sequence[str]]
+    blueprint: Blueprint
 
     @classmethod
     def of(cls, model: nn.Module, resolved: Resolved, options: Options) -> Foundation:
@@ -146,17 +157,20 @@ class Foundation(Resolved):
         notes = () if options.linear is None else (str(use_fp8(model)),)
         if (compiles := compile_options(options.compile)) is not None:
             compile_blocks(model, **compiles)
-        partition = partition_model(model, resolved, options, axes.tp, axes.ep, axes.ledger)
+        policy = Policy.of(options.settings(resolved.mesh, resolved.precision))
+        partition = partition_model(model, resolved, options, policy, axes.tp, axes.ep, axes.ledger)
         if options.weights is not None:
             for root in (model, *partition.chunks.values()):
                 hollow(root)
-        order = choose_order(
-            resolved, options.zero.exact, options.accumulate, axes.dp, axes.world, partition.experts.anywhere
-        )
+        has_experts = partition.experts.anywhere
+        order = choose_order(resolved.mesh, policy, options.accumulate, axes.dp, axes.world, has_experts)
         speaks = resolved.mesh.rank == 0
         sequence = None
         if resolved.mesh.sp > 1:
             sequence = _share_sequences(partition, axes.folds["sp"], options, resolved.positions, speaks)
+        specs, uses = find_all_units(
+            partition.chunks.values(), options.units, resolved.precision.dtype, partition.experts.parameters()
+        )
         done = replace(options, weights=None)  # a source keeps the last weights it made
         return cls(
             **vars(resolved),
@@ -167,33 +181,37 @@ class Foundation(Resolved):
             sequence=sequence,
             notes=notes,
             numbers=numbers,
+            specs=specs,
+            uses=uses,
+            blueprint=_draw(resolved, options, axes, partition, specs),
         )
 
     @property
-    def ranks(self) -> Ranks:
-        """Return the ranks among which units are shared out."""
-        axes = self.axes
-        shard, eshard, copies = (Group(c.size, c.algorithm) for c in (axes.shard(), axes.eshard, axes.replicate))
-        return Ranks(shard, eshard, copies, axes.ep.size, 1 if axes.node is None else axes.node.size)
+    def policy(self) -> Policy:
+        """Return how all units behave."""
+        return self.blueprint.policy
 
     def leaving(self, offload: Offload) -> Foundation:
         """Return the same with what leaves the device settled."""
         options = replace(self.options, offload=offload)
-        return replace(self, options=options, policy=Policy.of(options.settings(self.mesh, self.precision)))
-
-    def plan(self, spec: UnitSpec) -> UnitPlan:
-        """Return what a unit is."""
-        return decide(spec.kind, self.policy, self.ranks)
-
-    def layout(self, spec: UnitSpec) -> UnitLayout:
-        """Return the layout of a unit's parameters."""
-        groups, owner = self.groups, self.partition.full_model.owner
-        parameters = [(name, tuple(p.shape), groups.group_of.get(owner(name), 0)) for name, p in spec.params.items()]
-        return lay_out(parameters, spec.kind, self.policy, self.ranks, groups.block)
+        return replace(self, options=options, blueprint=_draw(self, options, self.axes, self.partition, self.specs))
 
     def updated(self, spec: UnitSpec, layout: UnitLayout) -> Updated:
         """Return what this rank updates of a unit."""
         return Updated.of(layout, self.axes.shard(spec.experts).rank if self.policy.row.shards_optimizer else None)
+
+
+def _draw(
+    resolved: Resolved, options: Options, axes: Axes, partition: ModelPartition, specs: Sequence[UnitSpec]
+) -> Blueprint:
+    """Return the blueprint of units that are to be built."""
+    groups, owner = resolved.groups, partition.full_model.owner
+
+    def parameters(spec: UnitSpec) -> list[tuple[str, Shape, int]]:
+        return [(name, tuple(p.shape), groups.group_of.get(owner(name), 0)) for name, p in spec.params.items()]
+
+    facts = [UnitFacts(spec.name, spec.kind, parameters(spec)) for spec in specs]
+    return Blueprint.of(options.settings(resolved.mesh, resolved.precision), axes.ranks, facts, groups.block)
 
 
 def _share_sequences(

@@ -220,7 +220,6 @@ class Resolved:
 
     mesh: Mesh
     precision: Precision
-    policy: Policy
     groups: OptimizerChoice
     schedule: Schedule
     matrices: Mapping[str, Form]
@@ -237,7 +236,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
     parse_budget(zero.gather_budget)
     check_step(options.accumulate, options.clip_norm)
-    policy = Policy.of(options.settings(mesh, precision))
+    Policy.of(options.settings(mesh, precision))  # refuses what a stage cannot do
     compile_options(options.compile)
     check_model(model, options.weights)
     check_linear(options.linear, model, mesh.device)
@@ -265,4 +264,4 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_exact(mesh.dp)
         if mesh.rank == 0:
             warn_of_exact(mesh.device)
-    return Resolved(mesh, precision, policy, groups, schedule, matrices, positions)
+    return Resolved(mesh, precision, groups, schedule, matrices, positions)

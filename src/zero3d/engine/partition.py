@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zero3d.blueprint.policy import Policy
 from zero3d.checkpoint.state import FullModel
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
@@ -55,7 +56,7 @@ class ModelPartition:
 
 
 def partition_model(
-    model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger
+    model: nn.Module, resolved: Resolved, options: Options, policy: Policy, tp: Comm, ep: Comm, ledger: Ledger
 ) -> ModelPartition:
     """Take this rank's chunks of the model and cut their parameters over tp and ep, in place. Raises ConfigError."""
     mesh, parallel = resolved.mesh, options.mesh
@@ -76,7 +77,7 @@ def partition_model(
     partial = frozenset(name for one in sharded for name in one.partial)
     if options.gather_budget is not None:
         budget = Budget(options.gather_budget, resolved.precision.dtype)
-        warns = mesh.rank == 0 and resolved.policy.row.shards_parameters
+        warns = mesh.rank == 0 and policy.row.shards_parameters
         tiles = tile_layers(chunks, budget, _tied(chunks), warns)
         full_model = full_model._replace(tiles=tiles)
         places |= {name: places[tile.owner] for name, tile in tiles.items()}

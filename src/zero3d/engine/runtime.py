@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
-from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.blueprint import Blueprint
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
@@ -35,8 +35,6 @@ from zero3d.zero.streams import SideStream, ToHost
 from zero3d.zero.unit import Unit
 from zero3d.zero.unit_parts import SlowWire, UnitParts
 
-Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that its forward needs
-
 
 @dataclass(frozen=True)
 class Runtime(Foundation):
@@ -57,13 +55,15 @@ class Runtime(Foundation):
     loss_scale: LossScale
     slots: Slots | None
 
+    @property
+    def blueprint_now(self) -> Blueprint:
+        """Return the blueprint with what units have become: by a step's second backward, or trained after all."""
+        return self.blueprint._replace(plans={unit.name: unit.plan for unit in self.units})
 
-def build_units(
-    base: Foundation, specs: Sequence[UnitSpec], source: Source | None
-) -> tuple[list[Unit], Tiers | None, Slots | None]:
+
+def build_units(base: Foundation, source: Source | None) -> tuple[list[Unit], Tiers | None, Slots | None]:
     """Build all units, and before them what holds their records where states leave the device."""
-    layouts = {spec.name: base.layout(spec) for spec in specs}
-    tiers, slots = open_tiers(base, specs, layouts)
+    tiers, slots = open_tiers(base)
     axes = base.axes
     policy, zero = base.policy, base.options.zero
     slow = None if policy.slow == SAME else SlowWire(policy.slow, zero.slow_rounding == "stochastic")
@@ -72,8 +72,8 @@ def build_units(
         to_host = ToHost(axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
         away = {"records": tiers.units, "kept": tiers.kept, "to_host": to_host}
     units = []
-    for spec in specs:
-        plan = base.plan(spec)
+    for spec in base.specs:
+        plan = base.blueprint.plans[spec.name]
         parts = UnitParts(
             plan,
             axes.shard(spec.experts),
@@ -85,13 +85,13 @@ def build_units(
             node=axes.node if plan.node > 1 else None,
             **away,
         )
-        units.append(_build_unit(base, spec, layouts[spec.name], parts, source))
+        units.append(_build_unit(base, spec, parts, source))
     return units, tiers, slots
 
 
-def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, parts: UnitParts, source: Source | None) -> Unit:
+def _build_unit(base: Foundation, spec: UnitSpec, parts: UnitParts, source: Source | None) -> Unit:
     """Give a unit's parameters their first weights: rank 0's, or those of a source."""
-    partition = base.partition
+    partition, layout = base.partition, base.blueprint.layouts[spec.name]
     owner = {name: partition.full_model.owner(name) for name in spec.params}
     wide = parts.wide if spec.dtype.is_floating_point else spec.dtype
     if source is None:
@@ -117,7 +117,7 @@ def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.
     return filled
 
 
-def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None, slots: Slots | None) -> Runtime:
+def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots | None) -> Runtime:
     """Put the runtime around units, and hooks on the modules that use them."""
     axes, chunks, order = base.axes, base.partition.chunks, base.order
     policy, precision = base.policy, base.precision
@@ -147,7 +147,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None, 
     per_micro_batch, draw = policy.often, None if pipelined else order.draw
     accumulation = Accumulation(base.options.accumulate, per_micro_batch, precision.scales_loss, draw)
     by_name = {unit.name: unit for unit in units}
-    used = {module: [by_name[name] for name in names] for module, names in uses.items()}
+    used = {module: [by_name[name] for name in names] for module, names in base.uses.items()}
     for module, needed in used.items():
         module.register_forward_pre_hook(_announcer(base.mesh.heartbeat, needed))
     for unit in units:

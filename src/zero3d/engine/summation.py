@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zero3d.blueprint.policy import Policy
 from zero3d.distributed.collectives import Comm, broadcast_ints
-from zero3d.engine.options import Resolved
+from zero3d.distributed.mesh import Mesh
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.exact.gradients import ExactGradients
@@ -134,16 +135,10 @@ class ExactOrder:
         return self.summands.sum_of(sums, micro_batches, None if trained else False)
 
 
-def choose_order(
-    resolved: Resolved, exact: bool, accumulate: int, dp: Comm, world: Comm, has_experts: bool
-) -> SumOrder:
+def choose_order(mesh: Mesh, policy: Policy, accumulate: int, dp: Comm, world: Comm, has_experts: bool) -> SumOrder:
     """Return the order of an engine; the exact one draws from rank 0's seed on all ranks."""
-    if not exact:
+    if not policy.exact:
         return RankOrder(dp)
     seed = broadcast_ints(world, [torch.initial_seed() % (1 << 52)])[0]
-    per_step = not resolved.policy.often
-    return ExactOrder(
-        Summands(dp, per_step, accumulate, seed, resolved.mesh.sp),
-        resolved.mesh.pp > 1,
-        resolved.mesh.ep if has_experts else None,
-    )
+    per_step = not policy.often
+    return ExactOrder(Summands(dp, per_step, accumulate, seed, mesh.sp), mesh.pp > 1, mesh.ep if has_experts else None)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from zero3d.blueprint.auto import ExecutorChoice, MeasuredRates
-from zero3d.blueprint.layout import UnitLayout
 from zero3d.engine.auto_offload import decide_executor, state_kinds
 from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
 from zero3d.errors import ConfigError
-from zero3d.models.blocks import UnitSpec
 from zero3d.offload.states import Placement, StateKinds, restarts_from
 from zero3d.offload.tiers import Builder, Site, Stores, Tiers
 from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.zero.optimizer import in_turn
 
 
-def open_tiers(
-    base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]
-) -> tuple[Tiers | None, Slots | None]:
+def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
     """Make what an engine's records need, and slots for a restart where a tier commits all that is trained.
 
     None where nothing leaves the device. Raises ConfigError, OutOfBudget.
@@ -29,7 +25,7 @@ def open_tiers(
     if not offload.states:
         return None, None
     kinds = state_kinds(base)
-    records = list(placement(base, kinds).records(in_turn(specs), layouts))
+    records = list(placement(base, kinds).records(in_turn(base.specs), base.blueprint.layouts))
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
     on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or offload.gradients_leave
     threads = update_threads(base) if on_host else 1
@@ -39,7 +35,7 @@ def open_tiers(
     tiers = Builder(site, offload, records, executor, stores).tiers()
     if tiers.slab is None:
         return tiers, None
-    restartable = restarts_from(specs, records, kinds)
+    restartable = restarts_from(base.specs, records, kinds)
     slots = Slots.agreed(tiers.slab, axes.world, restartable, tiers.replaced)
     if tiers.slab.had_steps:
         tiers.store.clear()
@@ -48,7 +44,7 @@ def open_tiers(
 
 def placement(base: Foundation, kinds: StateKinds) -> Placement:
     """Return what says where this rank's records are."""
-    return Placement(base.options.offload, kinds, base.plan, base.updated, base.axes.arena.device.type)
+    return Placement(base.options.offload, kinds, base.blueprint.plans, base.updated, base.axes.arena.device.type)
 
 
 def _executor(base: Foundation, kinds: StateKinds, measure: Callable[[], MeasuredRates]) -> ExecutorChoice:

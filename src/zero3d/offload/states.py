@@ -144,14 +144,14 @@ class StateKinds:
 class Placement:
     """What says where a rank's records are.
 
-    plan     what each unit is
+    plans    what each unit is, by its name
     updated  what this rank updates of each, by its layout
     device   type of the device, whose buckets records are cut by
     """
 
     offload: Offload
     kinds: StateKinds
-    plan: Callable[[UnitSpec], UnitPlan]
+    plans: Mapping[str, UnitPlan]
     updated: Callable[[UnitSpec, UnitLayout], Updated]
     device: str
 
@@ -160,7 +160,7 @@ class Placement:
         plans, segments, units = list[UnitPlan](), list[Segments](), list[UnitStates]()
         widths = self.kinds.widths(self.offload.moments)
         for spec in specs:
-            layout, plan = layouts[spec.name], self.plan(spec)
+            layout, plan = layouts[spec.name], self.plans[spec.name]
             updated = self.updated(spec, layout)
             cuts = updated.segments(self.kinds.by_slot(layout)) if spec.trainable else []
             units.append(UnitStates.of(plan, updated.elements, cuts, widths))

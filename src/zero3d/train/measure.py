@@ -39,7 +39,10 @@ from zero3d.account.transients import (
     sums_of_copies,
     whole_units,
 )
+from zero3d.blueprint.blueprint import Blueprint, BlueprintUnit
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.stages import LEAVING, WINDOW
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.choice import PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
@@ -48,7 +51,6 @@ from zero3d.memory.arena import STATES
 from zero3d.precision import NAMES, dtype_name, torch_dtype
 from zero3d.spec.tiers import DEVICE
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
-from zero3d.zero.unit import Unit
 
 LABELS = {"optimizer": "optimizer states"}
 
@@ -148,22 +150,20 @@ def _state_row(entry: MemoryEntry, dtypes: Mapping[str, str]) -> MemoryRow:
 
 def state_dtypes(engine: Engine) -> dict[str, str]:
     """Return the dtypes each category of buffers really has."""
-    weights = [unit.weights for unit in engine.units]
-    grads = [unit.grads for unit in engine.units if unit.grads is not None]
-    buffers = [buffer for grad in grads for buffer in grad.buffers]
-    masters = [w.masters.stored.dtype for w in weights if w.masters.stored is not None]
-    states = {flat.dtype for _, _, flat in engine.optimizer.flat_states()}
-    in_records = set(_in_records(engine))
-    states = in_records or states
-    compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
-    gathered = {w.full.dtype for w in weights if not w.keeps_full}
-    trainable = [unit for unit in engine.units if unit.grads is not None and engine.dp.size > 1]
-    bucket = {torch_dtype(grad.plan.local) for grad in grads if not grad.plan.kept}
-    wire = {torch_dtype(unit.gradients.plan.travels) for unit in trainable}
+    plans = engine.blueprint.plans.values()
+    gradients = [plan.gradients for plan in plans if plan.gradients is not None]
+    reduced = {buffer.dtype for unit in engine.units if unit.grads is not None for buffer in unit.grads.buffers}
+    stored = [unit.weights.masters.stored for unit in engine.units]
+    masters = {master.dtype for master in stored if master is not None}
+    states = set(_in_records(engine)) or {flat.dtype for _, _, flat in engine.optimizer.flat_states()}
+    compute = {unit.weights.full.dtype for unit in engine.units}
+    gathered = {unit.weights.full.dtype for unit in engine.units if not unit.plan.whole}
+    bucket = {torch_dtype(plan.local) for plan in gradients if not plan.kept}
+    wire = {torch_dtype(plan.travels) for plan in gradients} if engine.dp.size > 1 else set[torch.dtype]()
     kinds = {
         "parameters": compute,
         "gradients": reduced,
-        "optimizer": {*masters, *states},
+        "optimizer": masters | states,
         "gathered": gathered,
         "bucket": bucket,
         "wire": wire,
@@ -191,33 +191,33 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
               or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
-    coded = [unit.layout.total for unit in engine.units if unit.weights.coded]
-    released = [unit for unit in engine.units if not unit.weights.keeps_full]
-    sizes = [(unit.name, unit.layout.total * unit.dtype.itemsize) for unit in released]
-    full = whole_units(sizes, ahead=0 if len(coded) == len(sizes) else WINDOW)
+    blueprint, device = engine.blueprint, engine.mesh.device.type
+    policy, units = blueprint.policy, list(blueprint.units)
+    coded = [layout.total for _, plan, layout in units if plan.coded]
+    released = [(name, layout.total * plan.kind.dtype.itemsize) for name, plan, layout in units if not plan.whole]
+    full = whole_units(released, ahead=0 if len(coded) == len(released) else WINDOW)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
-    passing = [unit for unit in engine.units if unit.grads is not None and not unit.grads.plan.kept]
-    local_gradients = whole_units(
-        ((unit.name, unit.layout.total * unit.dtype.itemsize * unit.sources) for unit in passing), 2 * parts
-    )
-    policy = engine.policy
-    moving, adding, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
-    wider, device = 1, engine.mesh.device.type
-    for unit in engine.units:
-        if unit.grads is not None:
-            travels = unit.gradients.plan.travels
-            local = travels if exact else unit.gradients.plan.local
-            wider = max(wider, local.itemsize // unit.dtype.itemsize) if unit in passing else wider
-            masters += 0 if unit.weights.masters.stored is None else unit.weights.masters.stored.numel()
-            travelling, sums = reduction_bytes(engine, unit, micro_batches)
-            moving, adding = max(moving, travelling), max(adding, sums)
-            tied += unit.layout.total * policy.master.itemsize if unit.deferred and unit in passing else 0
+    passing, moving, adding, wider = dict[str, int](), 0, 0, 1
+    for name, plan, layout in units:
+        if plan.gradients is None:
+            continue
+        if not plan.gradients.kept:
+            width = plan.kind.dtype.itemsize
+            local = plan.gradients.travels if policy.exact else plan.gradients.local
+            passing[name], wider = layout.total * width * plan.sources, max(wider, local.itemsize // width)
+        travelling, sums = reduction_bytes(plan, layout, micro_batches)
+        moving, adding = max(moving, travelling), max(adding, sums)
+    local_gradients = whole_units(passing.items(), 2 * parts)
+    deferred = [unit.layout.total for unit in engine.units if unit.deferred and unit.name in passing]
+    tied = sum(deferred) * policy.master.itemsize
+    stored = [unit.weights.masters.stored for unit in engine.units if unit.grads is not None]
+    masters = sum(each.numel() for each in stored if each is not None)
     ring, update = _of_records(engine)
     kept = engine.kept_inputs
     ring += 0 if kept is None or kept.slots is None else kept.slots.peak.device
     return {
         "gathered": full,
-        "bucket": wider * local_gradients + tied + _to_host(engine) if passing else 0,
+        "bucket": wider * local_gradients + tied + _to_host(blueprint) if passing else 0,
         "wire": ring
         + (coded_messages(max(coded), device) if coded else 0)
         + max(
@@ -231,22 +231,26 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
 
 def bytes_over_copies(engine: Engine) -> int:
     """Return the bytes in which a step's shards are summed over copies; those of an exact sum are a reduction's."""
-    trained = [unit for unit in engine.units if unit.grads is not None]
-    if engine.summands is not None or not trained or trained[0].across.size == 1:
+    blueprint = engine.blueprint
+    trained = _trained(blueprint)
+    if blueprint.policy.exact or not trained or blueprint.ranks.copies.size == 1:
         return 0
     how = sum_over_copies(trained[0].plan)
     return sums_of_copies([unit.layout.shard for unit in trained], how, engine.mesh.device.type)
 
 
-def _to_host(engine: Engine) -> int:
+def _trained(blueprint: Blueprint) -> list[BlueprintUnit]:
+    return [unit for unit in blueprint.units if unit.plan.gradients is not None]
+
+
+def _to_host(blueprint: Blueprint) -> int:
     """Return the bytes to which reductions come whose sums are kept on the host, and sums over copies of these."""
-    trained = [unit for unit in engine.units if unit.grads is not None]
-    if not engine.policy.gradients:
+    policy = blueprint.policy
+    if not policy.gradients:
         return 0
-    longest, wide = max(unit.layout.shard for unit in trained), engine.policy.master.itemsize
-    held = engine.policy.held.itemsize
-    sums = WINDOW * held * longest if trained[0].across.size > 1 else 0
-    return arriving_bytes((WINDOW + LEAVING) * [longest], held, wide) + sums
+    longest, held = max(unit.layout.shard for unit in _trained(blueprint)), policy.held.itemsize
+    sums = WINDOW * held * longest if blueprint.ranks.copies.size > 1 else 0
+    return arriving_bytes((WINDOW + LEAVING) * [longest], held, policy.master.itemsize) + sums
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:
@@ -257,21 +261,20 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     records = [unit.weights.records for unit in engine.units if unit.grads is not None]
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-    wide = engine.policy.master.itemsize
-    held = engine.policy.held.itemsize
-    staging = gradient_staging(longest, held) if engine.policy.gradients else 0
+    policy, offload, device = engine.policy, engine.offload, engine.mesh.device.type
+    wide, held = policy.master.itemsize, policy.held.itemsize
+    staging = gradient_staging(longest, held) if policy.gradients else 0
     narrow = held < wide
-    if not buckets or engine.offload.executor != DEVICE:
+    if not buckets or offload.executor != DEVICE:
         return staging, wide * longest * narrow
-    rounded = engine.offload.moments == "bf16"
-    device, splits = engine.mesh.device.type, engine.policy.splits
+    rounded, splits = offload.moments == "bf16", policy.splits
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
-    passing = device != "cpu" and engine.offload.optimizer != "none"
-    ring = ring_bytes(engine.policy.master.itemsize * fields) if passing else 0
+    passing = device != "cpu" and offload.optimizer != "none"
+    ring = ring_bytes(wide * fields) if passing else 0
     return ring + staging, record_scratch(longest, device, splits, rounded, not splits, narrow)
 
 
-def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:
+def reduction_bytes(plan: UnitPlan, layout: UnitLayout, micro_batches: int) -> tuple[int, int]:
     """Return the most bytes of one reduction: what travels, until it is over; shards, while terms are added up.
 
     messages     a rank's own slot stays: (N-1)/N of a unit received and, if it travels in another dtype, cast to go
@@ -281,10 +284,10 @@ def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int
     Experts' gradients of several sources are summed to a unit in the reduced dtype first, exact ones in a tree.
     Terms are added up in a shard from the second micro-batch on; exact ones in as many as the tree over ranks is deep.
     """
-    plan, shard, master = unit.plan, unit.layout.shard, unit.plan.policy.master
+    shard, master = layout.shard, plan.policy.master
     n, exact = plan.cut.size, plan.policy.exact
-    whole = unit.layout.total * master.itemsize if unit.sources > 1 else 0  # sources are summed before they go
-    tree = exact * whole * unit.sources.bit_length()
+    whole = layout.total * master.itemsize if plan.sources > 1 else 0  # sources are summed before they go
+    tree = exact * whole * plan.sources.bit_length()
     if n == 1:
         return whole, exact * shard * master.itemsize + tree
     adds = micro_batches > 1 and (plan.cut.algorithm == PAIRWISE or plan.policy.often)

@@ -155,14 +155,13 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
 
     A skipped step (fp16 overflow) updates nothing, so stages 1 and 2 gather nothing after it.
     """
-    levels = Levels(engine.mesh.shard, engine.mesh.degrees.replicate)
     n = engine.dp.size
     if n == 1:
         return
-    policy, units = engine.policy, engine.traffic_units
-    exact = engine.summands is not None
+    policy, ranks, units = engine.policy, engine.blueprint.ranks, engine.traffic_units
+    levels, exact = Levels(ranks.shard.size, ranks.copies.size), policy.exact
     step = step_traffic(
-        engine.stage, units, levels, gathers, counts.micro_batches, policy.reduce, exact, engine.experts.anywhere
+        policy.row.number, units, levels, gathers, counts.micro_batches, policy.reduce, exact, engine.experts.anywhere
     )
     more = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
     more += engine.expert_load.values * (n - 1)  # of experts' tokens, with the norm
