@@ -101,7 +101,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
         warnings.warn(padded, stacklevel=3)
     frozen_base = _frozen_base(base, options.weights)
     whole = WholeParameters(runtime, partial(_note_writes, base, frozen_base), originals)
-    axes.dp.note_steps(options.zero.stage)
+    axes.dp.note_steps(base.policy.row.number)
     stepper = Stepper(runtime, bind_scheduler(options.scheduler, runtime.optimizer.torch))
     features = stepper.features = open_features(runtime)
     pipeline = _open_pipeline(runtime, losses, whole) if axes.pp.size > 1 else None

@@ -98,7 +98,7 @@ class Engine:
     """
 
     # what was asked for, and what it became
-    stage = Exposed(lambda parts: parts.options.zero.stage)
+    stage = Exposed(lambda parts: parts.policy.row.number)
     mesh = Exposed(lambda parts: parts.mesh)
     precision = Exposed(lambda parts: parts.precision)
     policy = Exposed(lambda parts: parts.policy)

@@ -167,7 +167,7 @@ class Foundation(Resolved):
         speaks = resolved.mesh.rank == 0
         sequence = None
         if resolved.mesh.sp > 1:
-            sequence = _share_sequences(partition, axes.folds["sp"], options, resolved.positions, speaks)
+            sequence = _share_sequences(partition, axes.folds["sp"], options, policy.exact, resolved.positions, speaks)
         specs, uses = find_all_units(
             partition.chunks.values(), options.units, resolved.precision.dtype, partition.experts.parameters()
         )
@@ -215,12 +215,12 @@ def _draw(
 
 
 def _share_sequences(
-    partition: ModelPartition, sp: Comm, options: Options, positions: Positions, speaks: bool
+    partition: ModelPartition, sp: Comm, options: Options, exact: bool, positions: Positions, speaks: bool
 ) -> SequenceGroup:
     """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
     mesh = options.mesh
     masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
-    sharing = Sharing(sp.size, mesh.sp_kind, options.zero.exact, masked)
+    sharing = Sharing(sp.size, mesh.sp_kind, exact, masked)
     return SequenceGroup(partition.chunks.values(), sp, sharing, speaks, positions)
 
 

@@ -110,9 +110,9 @@ class Freezing:
         return [pair for unit in self._parts.units if unit.grads is not None for pair in _named(unit)]
 
     def _refuse(self, unit: Unit) -> None:
-        options, axes = self._parts.options, self._parts.axes
+        policy, axes = self._parts.policy, self._parts.axes
         reasons: Mapping[str, bool] = {
-            "exact=True": options.zero.exact,
+            "exact=True": policy.exact,
             f"pp={axes.pp.size}": axes.pp.size > 1,
             f"ep={axes.ep.size}": axes.ep.size > 1,
             "states or weights off the device": self._parts.tiers is not None,

@@ -41,7 +41,7 @@ def _exchanges(parts: Runtime, torch_optimizer: MuonWithAdamW) -> list[Orthogona
     for number, unit in enumerate(optimizer.units):
         if seen.of(unit):
             by_comm.setdefault(unit.comm, {})[number] = unit
-    batches = parts.axes.arena.device.type != "cpu" and not parts.options.zero.exact
+    batches = parts.axes.arena.device.type != "cpu" and not parts.policy.exact
     exchanges = [
         Orthogonal(
             torch_optimizer,

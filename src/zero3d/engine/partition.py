@@ -61,7 +61,7 @@ def partition_model(
     """Take this rank's chunks of the model and cut their parameters over tp and ep, in place. Raises ConfigError."""
     mesh, parallel = resolved.mesh, options.mesh
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    dispatches = ep.size > 1 or options.zero.exact  # in exact mode, too, whose bits are the same at any ep
+    dispatches = ep.size > 1 or policy.exact  # in exact mode, too, whose bits are the same at any ep
     has_experts = dispatches and bool(find_experts(model, parallel.ep_plan))
     if ep.size > 1 and not has_experts:
         refuse_none(ep.size, model)
