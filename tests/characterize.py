@@ -153,7 +153,7 @@ class Told:
             ("allocate", "hold", "free", "borrow", "give_back", "fill", "drain", "reset_peaks"),
             lambda arena: f"arena of {arena.place}",
         )
-        self.hear(Engine, ("__init__", "train_batch", "step"), lambda engine: "engine", given=False)
+        self.hear(Engine, ("_open", "train_batch", "step"), lambda engine: "engine", given=False)
 
     def hear(self, owner, names, whose, given=True):
         """Have a class's methods write lines; given: with their arguments, before they are called, else when they are over."""

@@ -6,7 +6,7 @@ options.py           its settings as one record, and what they mean for a model 
 checks.py            what is refused before anything is allocated
 parts.py             what it is made of, in one record that grows while it is built
 assembly.py          builds these in the order in which they need each other
-foundation.py        axes, this rank's share of the model, the order of sums
+foundation.py        axes, this rank's share of the model, the order of sums, the blueprint of its units
 partition.py         the model over pp and tp
 tiling.py            what is computed in tiles, and what cannot be
 auto_offload.py      where optimizer states are and who updates them, where that is left open

@@ -1,4 +1,7 @@
-"""What an engine stands on before its first unit is built: options, axes, its share of the model, the order of sums."""
+"""What an engine stands on before its first unit is built.
+
+That is options, axes, this rank's share of the model, the order of sums, and the blueprint of the units.
+"""
 
 from __future__ import annotations
 

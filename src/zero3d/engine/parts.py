@@ -3,7 +3,7 @@
 Each class has all fields of the one before, and the next parts are built of it:
 
     Resolved     what settings mean for one model on one mesh: precision, groups, schedule       options.py
-    Foundation   axes, this rank's share of the model, the order of sums                         foundation.py
+    Foundation   axes, this rank's share of the model, the order of sums, the blueprint          foundation.py
     Runtime      units, and what gathers, reduces and updates them; features are built of these  runtime.py
     Parts        features, the step, and all else that methods of an engine call
 """
