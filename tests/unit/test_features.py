@@ -31,8 +31,8 @@ class Recorder(Feature):
         told.append(f"opened beside an optimizer: {built.optimizer is not None}")
         return cls()
 
-    def begin(self, micro_batches):
-        told.append(f"begin {micro_batches}")
+    def begin(self, step, micro_batches):
+        told.append(f"begin {micro_batches} of step {step}")
 
     @contextmanager
     def around(self, k, batch, compute):
@@ -116,7 +116,7 @@ def test_a_feature_is_checked_before_it_is_opened_with_the_engine(recorded):
 
 def test_a_step_calls_a_feature_around_its_micro_batches_and_after_its_update(recorded):
     assert since(recorded, weighted(), train(1.0, 1.0)) == [
-        "begin 2",
+        "begin 2 of step 1",
         "enter 0",
         "leave 0",
         "enter 1",
