@@ -11,10 +11,22 @@ from blueprints import unit_plan
 from zero3d.account.optimizers import CODE, OptimizerBytes, state_width, states_by_slot, states_of
 from zero3d.account.states import NOTHING, Held, StateBytes, per_parameter, unit_bytes
 from zero3d.account.traffic import Moved
-from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
+from zero3d.account.transients import (
+    CopySum,
+    Reduction,
+    arriving_bytes,
+    passing_bytes,
+    record_scratch,
+    reduction_of,
+    ring_bytes,
+    sum_over_copies,
+    whole_units,
+)
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.policy import Policy
 from zero3d.blueprint.state_spans import Span, Updated
+from zero3d.distributed.choice import NATIVE, PAIRWISE
+from zero3d.memory.scratch import update_bucket
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.sections import Spec
@@ -75,6 +87,15 @@ def test_states_whose_parameters_are_mixed_have_room_in_all_elements():
     assert list(spans.values()) == [Span(0, mixed.total, mixed.numel)] * 3
 
 
+def test_each_rank_has_the_states_of_its_own_shard_whose_elements_stand_for_their_part_of_all_parameters():
+    """A norm of 256 elements and a matrix of 16,384, of which the second rank has 256, and padding behind them."""
+    layout, has = UnitLayout([("norm", (256,), 0), ("matrix", (128, 128), 1)], 2), states_by_slot("muon", MATRIX)
+    first, second = (Updated.of(layout, rank).spans(has) for rank in (0, 1))
+    assert (layout.shard, layout.numel) == (16_384, 16_640)
+    assert sorted(first.values()) == [Span(0, 256, 256)] * 2 + [Span(256, 16_384, 8_320 - 256)]
+    assert list(second.values()) == [Span(0, 16_384, 8_320)]
+
+
 def test_each_source_of_an_experts_gradients_costs_what_a_rank_keeps_whole():
     def gradients(stage, sources, accumulate=1):
         return per_parameter(unit_plan(stage, ep=sources, accumulate=accumulate), 12).gradients
@@ -124,6 +145,41 @@ def test_the_root_is_whole_all_the_time_beside_two_blocks_at_a_hand_over_and_two
 ])  # fmt: skip
 def test_a_reduction_over_eight_ranks_receives_sums_or_terms_beside_what_it_casts(casts, terms, lands, slots):
     assert Reduction(8, 4, casts, terms, lands).nbytes(100) == slots * 400
+
+
+@pytest.mark.parametrize(("settings", "adds", "travels", "casts", "terms", "lands"), [
+    ({"algorithm": NATIVE}, False, 4, False, False, True), ({"algorithm": NATIVE}, True, 4, False, False, False),
+    ({"stage": 1, "algorithm": NATIVE}, False, 4, True, False, True), ({}, False, 2, False, True, False),
+    # sources are summed first, in fp32; exact mode adds up terms and casts them as they come
+    ({"ep": 2}, False, 4, False, False, True), ({"exact": True}, False, 2, False, True, False),
+    ({"stage": 1, "exact": True, "accumulate": 4, "algorithm": NATIVE}, False, 4, False, True, True),
+])  # fmt: skip
+def test_gradients_travel_as_sums_or_terms_and_are_cast_where_they_are_narrower(
+    settings, adds, travels, casts, terms, lands
+):
+    unit = unit_plan(**{"stage": 3} | settings)
+    assert reduction_of(unit, adds) == Reduction(4, travels, casts, terms, lands)
+
+
+def test_copies_of_a_shard_sum_in_the_dtype_of_sums_over_their_own_number():
+    def summed(**settings):
+        return sum_over_copies(unit_plan(2, copies=3, **settings))
+
+    assert summed() == CopySum(3, "same", Reduction(3, 4, casts=False, terms=False, lands=True), wide=4)
+    assert summed(reduce_dtype="bf16").plain == Reduction(3, 2, casts=True, terms=True, lands=True)
+    assert summed(algorithm=PAIRWISE).plain == Reduction(2, 4, casts=False, terms=True, lands=True)
+    assert summed(slow_wire="int8").form == "int8"
+
+
+def test_sums_on_their_way_to_the_host_are_two_and_one_that_leaves_in_the_dtype_it_has_there():
+    assert arriving_bytes([10, 20, 30, 40], held=4, wide=4) == (30 + 40) * 4 + 20 * 4
+    assert arriving_bytes([10, 20, 30, 40], held=2, wide=4) == (30 + 40) * (4 + 2) + 20 * 2
+
+
+def test_records_that_pass_the_device_have_a_ring_and_masters_in_halves_are_widened():
+    assert passing_bytes("host", 4096, "cuda", splits=True) == 0
+    assert passing_bytes("device", 4096, "cuda", splits=False) == 3 * 4096
+    assert passing_bytes("device", 4096, "cuda", splits=True) == 3 * 4096 + 4 * update_bucket("cuda")
 
 
 def test_records_pass_through_three_buffers_of_whole_blocks():

@@ -2,9 +2,26 @@
 
 import pytest
 
-from zero3d.blueprint.auto import GRADIENT, UPDATE, WEIGHT, Need, Rates, Room, auto_place, choose_executor
+from zero3d.blueprint.auto import (
+    GRADIENT,
+    UPDATE,
+    WEIGHT,
+    MeasuredRates,
+    Need,
+    Placed,
+    Rates,
+    Room,
+    auto_place,
+    choose_by_measure,
+    choose_executor,
+    executor_of,
+    furthest,
+    gradients_place,
+    gradients_short_of,
+)
 from zero3d.blueprint.places import leave_device
 from zero3d.errors import OutOfBudget
+from zero3d.spec.offload import Offload
 
 GB = 10**9
 OTHERS = {"weights": 20 * GB, "gradients": 10 * GB, "gathered units": 4 * GB, "activations": 6 * GB}
@@ -40,6 +57,23 @@ def test_the_host_comes_before_a_disk_and_a_disk_before_an_error():
     assert "optimizer states 60.00 GB + weights 20.00 GB + gradients 10.00 GB" in said
     assert "= 100.00 GB, and its device has 80.00 GB, the host 21.00 GB: 21.20 GB have no place" in said
     assert "offload.directory=FOLDER" in said
+
+
+def test_no_more_leaves_than_there_is():
+    assert placed(41, host=60)[:2] == ("host", 1.0)
+    with pytest.raises(OutOfBudget, match=r"60\.00 GB have no place"):
+        placed(41, host=59)
+
+
+def test_all_ranks_go_as_far_as_one_of_them_must():
+    here, some, disk = (Placed(*each) for each in (("none", 1.0, ""), ("host", 1.0, ""), ("disk", 0.1, "")))
+    assert furthest([here, disk, some]) == disk
+    assert furthest([here, some, some._replace(fraction=0.2)]) == some
+
+
+def test_gradients_stay_where_all_else_that_stays_leaves_room_for_them():
+    assert gradients_short_of(NEED, Room(80 * GB, 200 * GB, False), 0.25) == (40 + 1 + 45 - 80) * GB
+    assert [gradients_place(short)[0] for short in (-1, 0, 1)] == ["device", "device", "host"]
 
 
 def test_a_device_whose_memory_is_the_hosts_has_no_second_place_but_a_disk():
@@ -82,3 +116,23 @@ def test_the_faster_executor_is_chosen(width, link, memory, name):
     assert choice.name == name == ("device" if device <= host else "host")
     assert f"{device * parameters:.3g} s a step" in choice.why
     assert f"{host * parameters:.3g} s" in choice.why
+
+
+def test_what_was_measured_chooses_by_each_way_of_the_link():
+    """Of a thousand million parameters in 12 bytes: 24 GB at 10; one of Adam, 4 GB down at 4 and 2 GB up at 1."""
+    rates = MeasuredRates(down=4e9, up=1e9, both=10e9, adam=1e9)
+    choice = choose_by_measure(12 * GB, GB, rates)
+    assert choice.name == "device"
+    assert choice.why.endswith("take 2.4 s a step on the device, 4 s on the host")
+    assert choose_by_measure(12 * GB, GB, rates._replace(both=5e9)).name == "host"
+
+
+def test_who_updates_is_asked_for_or_needs_states_that_leave_and_bits_that_the_host_has():
+    def chosen(offload, cannot="", rates=None):
+        return executor_of(offload, 12, cannot, lambda: rates).name
+
+    assert chosen(Offload(executor="host")) == chosen(Offload("host", executor="device")) == "device"
+    assert chosen(Offload("host"), "no bits") == "device"
+    assert chosen(Offload("host")) == "host"
+    assert chosen(Offload("host"), rates=MeasuredRates(4e9, 1e9, 10e9, 1e9)) == "device"
+    assert chosen(Offload("host"), rates=Rates(50e9, 400e9)) == "host"

@@ -7,10 +7,10 @@ from models import adamw, batch, build, loss_of
 import zero3d
 from zero3d.blueprint.blueprint import Blueprint, UnitFacts
 from zero3d.blueprint.policy import Group, Policy, Ranks
-from zero3d.blueprint.unit import Kind
-from zero3d.distributed.choice import ALL_TO_ALL, NATIVE, PAIRWISE
+from zero3d.blueprint.unit import Kind, decide
+from zero3d.distributed.choice import ALL_TO_ALL, FAKE, NATIVE, PAIRWISE
 from zero3d.errors import ConfigError
-from zero3d.spec.dtypes import BF16, BY_NAME, FP16, FP32, FP64
+from zero3d.spec.dtypes import BF16, BY_NAME, FP16, FP32, FP64, Dtype
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.sections import Spec
@@ -37,17 +37,23 @@ ON_HOST = Offload(optimizer="host", gradients="host")
     # one rank alone adds up in the shard, unless that is on the host
     ({"stage": 3, "ranks": 1}, FP32, BF16, True, False),
     ({"stage": 3, "ranks": 1, "offload": ON_HOST}, BF16, BF16, False, True),
+    ({"stage": 3, "ranks": 1, "offload": ON_HOST, "algorithm": NATIVE}, BF16, FP32, False, True),
     # other precisions
     ({"stage": 3, "precision": "fp32"}, FP32, FP32, False, True),
     ({"stage": 2, "precision": "fp64", "accumulate": 2}, FP64, FP64, False, True),
     ({"stage": 3, "weights": "fp32"}, FP32, FP32, False, True),
-    # in fp16, asked for in bf16: the backend's terms are cast, though as wide
     ({"stage": 1, "precision": "fp16", "reduce_dtype": "fp16"}, FP16, FP16, True, True),
+    # in fp16, asked for in bf16: terms are cast, though as wide
+    ({"stage": 1, "precision": "fp16", "reduce_dtype": "bf16"}, FP16, BF16, True, True),
+    ({"stage": 1, "precision": "fp16", "reduce_dtype": "bf16", "algorithm": PAIRWISE}, FP16, BF16, True, True),
     # gradients of sources are kept apart, summed in fp32, and travel so
     ({"stage": 3, "ep": 2}, BF16, FP32, False, True),
     ({"stage": 1, "ep": 2, "ranks": 1}, BF16, FP32, True, True),
+    ({"stage": 2, "ep": 2, "ranks": 1}, BF16, FP32, False, True),
+    ({"stage": 3, "ep": 2, "experts": False}, BF16, BF16, False, True),
     # exact mode: a micro-batch's in a bucket, sums in counters of shards or of whole buffers
     ({"stage": 3, "exact": True, "accumulate": 4}, BF16, BF16, False, True),
+    ({"stage": 3, "exact": True, "accumulate": 4, "ep": 2}, BF16, FP32, False, True),
     ({"stage": 1, "exact": True, "accumulate": 4}, BF16, FP32, False, False),
     ({"stage": 1, "exact": True}, BF16, BF16, False, True),
     ({"stage": 0, "exact": True}, BF16, BF16, False, False),
@@ -55,6 +61,18 @@ ON_HOST = Offload(optimizer="host", gradients="host")
 def test_gradients_are_kept_and_travel(settings, local, travels, kept, shard):
     found = unit_plan(**settings).gradients
     assert (found.local, found.travels, found.kept, found.shard) == (local, travels, kept, shard)
+
+
+def test_sums_travel_as_asked_unless_weights_are_wider():
+    def sums(**settings):
+        return unit_plan(2, reduce_dtype="bf16", **settings).gradients.sums
+
+    assert (sums(), sums(weights="fp32"), unit_plan(2).gradients.sums) == (BF16, FP32, FP32)
+
+
+def test_all_micro_batches_add_up_in_the_shard_of_one_rank_that_reduces_after_each():
+    assert unit_plan(3, 1).adds_up
+    assert not any(unit.adds_up for unit in (unit_plan(3), unit_plan(1, 1), unit_plan(3, 1, trainable=False)))
 
 
 def test_a_second_backward_widens_what_is_kept_and_leaves_what_was_agreed_on():
@@ -84,6 +102,7 @@ def test_experts_that_no_other_rank_has_are_never_gathered():
         {"ranks": 2, "ep": 4},
         {"ranks": 1, "experts": True},
         {"ranks": 1, "ep": 4, "gather_wire": "int8"},
+        {"ranks": 1, "ep": 4, "offload": Offload(params="host")},
     ):
         assert unit_plan(3, **gathered).row.number == 3
 
@@ -92,6 +111,17 @@ def test_second_shards_and_blocks_are_of_what_is_gathered():
     assert unit_plan(3, node=2).node == 2
     assert unit_plan(2, node=2).node == unit_plan(3, node=2, ep=2).node == 1
     assert unit_plan(3, gather_wire="int8").coded
+    assert not unit_plan(2, gather_wire="int8").coded
+    packed = Kind(Dtype("uint8", 1), trainable=False)
+    assert not decide(packed, Policy.of(Spec(Zero(3, gather_wire="int8"))), Ranks()).coded
+
+
+def test_experts_are_cut_over_the_ranks_that_have_the_same_ones_with_a_row_for_each_source():
+    policy, ranks = Policy.of(Spec(Zero(3))), Ranks(Group(8), Group(2), ep=4)
+    experts, others = (decide(Kind(BF16, experts=each), policy, ranks) for each in (True, False))
+    assert (experts.cut.size, experts.sources) == (2, 4)
+    assert (others.cut.size, others.sources) == (8, 1)
+    assert decide(experts.kind, policy._replace(apart=False), ranks).sources == 1
 
 
 def test_what_is_frozen_has_no_gradients_until_it_is_trained():
@@ -107,6 +137,59 @@ def test_pipelines_keep_weights_and_sum_gradients_for_a_step():
     assert Policy.of(Spec(Zero(3, second_shard=2), mesh=Mesh(pp=2))).release == "every_use"
     exact = Zero(1, exact=True)
     assert [Policy.of(Spec(exact, mesh=Mesh(pp=pp))).summands for pp in (1, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize(("zero", "offload"), [
+    (Zero(3, gather_budget=1000), Offload()), (Zero(3, gather_wire="int8"), Offload()), (Zero(3), Offload(params="host")),
+])  # fmt: skip
+def test_a_pipeline_gives_weights_back_after_every_use_where_a_setting_is_about_each_gather(zero, offload):
+    policy = Policy.of(Spec(zero, offload, mesh=Mesh(pp=2)))
+    assert policy.release == "every_use"
+    assert policy.gathers
+    assert not Policy.of(Spec(Zero(3, release="every_step"))).gathers
+    assert not Policy.of(Spec(Zero(2))).gathers
+
+
+def test_gradients_may_leave_that_are_in_shards_after_every_micro_batch():
+    def may(*stage, **zero):
+        return Policy.of(Spec(Zero(*stage, **zero))).gradients_may_leave
+
+    assert [may(stage) for stage in range(4)] == [False, False, True, True]
+    assert not may(2, reduce="every_step")
+    assert not may(2, exact=True)
+
+
+def test_sums_of_several_micro_batches_are_counted_in_exact_mode_and_others_are_alike():
+    counts = (1, 2, 5)
+    assert [Policy.of(Spec(accumulate=count)).summands for count in counts] == [1, 2, 2]
+    assert [Policy.of(Spec(Zero(exact=True), accumulate=count)).summands for count in counts] == [1, 2, 5]
+
+
+def test_no_block_of_what_travels_in_blocks_is_cut():
+    blocks = {"gather_wire": {"int8": 256}, "slow_wire": {"int8": 256, "bf16": 16, "same": 16}}
+    for key, forms in blocks.items():
+        assert {form: Policy.of(Spec(Zero(3, **{key: form}))).block for form in forms} == forms
+
+
+def test_messages_between_two_ranks_have_a_slot_for_each_other_rank():
+    assert [Group(4, algorithm).slots for algorithm in (PAIRWISE, ALL_TO_ALL, NATIVE)] == [3, 4, 4]
+
+
+def test_terms_arrive_of_pairs_and_of_16_bits_all_to_all_and_sums_in_a_dry_run():
+    sends = {
+        name: [Group(4, name).sends_terms(dtype) for dtype in (BF16, FP32)]
+        for name in (PAIRWISE, ALL_TO_ALL, NATIVE, FAKE)
+    }
+    assert sends == {PAIRWISE: [True, True], ALL_TO_ALL: [True, False], NATIVE: [False, False], FAKE: [False, False]}
+    assert Group(4, FAKE).travels(BF16, BF16, FP32) == FP32
+
+
+def test_gradients_wait_on_the_host_as_wide_as_masters_or_as_asked():
+    held = [
+        Policy.of(Spec(Zero(2), Offload("host", gradients="host", gradient_dtype=dtype), precision=precision)).held
+        for precision, dtype in (("fp64", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"))
+    ]
+    assert held == [FP64, FP32, BF16]
 
 
 def test_policies_have_the_dtypes_of_their_precision():
@@ -144,3 +227,8 @@ def test_an_engine_shows_what_its_units_have_become():
     assert now.layouts is drawn.layouts
     assert now.plans != drawn.plans
     assert [now.plans[unit.name] for unit in engine.units] == [unit.plan for unit in engine.units]
+
+
+def test_dtypes_of_a_file_and_of_torch_are_rounded_numbers_by_their_names():
+    names = ("fp32", "bf16", "float8_e4m3fn", "bfloat16", "uint8", "int64", "bool")
+    assert [name for name in names if Dtype(name, 1).is_floating_point] == list(names[:4])

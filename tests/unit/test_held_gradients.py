@@ -50,6 +50,20 @@ def test_large_gradients_are_copied_at_once_with_the_same_bits():
     assert bits == of_some == of_one
 
 
+def test_what_was_held_before_leaves_room_for_as_much_again():
+    """Three matrices of 64 bytes in bf16 may wait, in each of three micro-batches."""
+    model = nn.Sequential(
+        *(nn.Linear(8, 4, bias=False) if at % 2 == 0 else nn.Linear(4, 8, bias=False) for at in range(3))
+    )
+    with mock.patch.object(local_gradients, "HELD", 3 * 64):
+        engine = engine_of(model, stage=0, accumulate=3, units=[])
+        for name in ("copy", "add", "add"):
+            loss = engine(torch.ones(2, 8)).float().sum()
+            with Dispatches() as seen:
+                engine.backward(loss)
+            assert seen.by_name[f"aten::_foreach_{name}_"] == 1
+
+
 class Partly(nn.Module):
     """Two matrices, of which a forward uses both or one."""
 
@@ -80,8 +94,9 @@ def test_a_second_gradient_in_one_backward_is_added_to_the_first(precision):
     engine = zero3d.Engine(Partly(), stage=2, units=[], precision=precision, optimizer=adamw)
     (unit,) = engine.units
     first, second = (torch.full((8, 8), value, dtype=engine.precision.dtype) for value in (1.5, 2.25))
-    for grad in (first, second):
+    for grad in (first, second.to_sparse()):
         unit.gradients.hold(0, grad)
+    unit.gradients.local.views[1].fill_(7)  # of another unit, whose bucket this was
     unit.gradients.fill_up()
     assert torch.equal(unit.gradients.local.views[0].float(), (first + second).float())
     assert not unit.gradients.local.views[1].any()

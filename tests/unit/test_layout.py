@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from zero3d.blueprint.layout import ALIGN, UnitLayout, grid, padding_warning
+from zero3d.blueprint.layout import ALIGN, Piece, UnitLayout, grid, padding_warning
 from zero3d.shards.boxes import box_shape, boxes, intersect
 
 SHAPES = [("a", (3, 5), 0), ("b", (1,), 1), ("c", (), 0), ("d", (997,), 0), ("e", (70, 300), 1), ("f", (0, 4), 0)]
@@ -50,6 +50,18 @@ def test_a_unit_has_the_fewest_elements_of_which_every_shard_has_whole_groups_an
     assert grid(n) % n == 0
     if n <= 1024:
         assert layout.tail < 16_384, "no more than on one rank"
+
+
+def test_a_copy_saves_its_part_of_a_shard_by_its_place_there():
+    layout = UnitLayout([("a", (16_384,), 0)], 4, copies=2)
+    assert (layout.n, layout.shard) == (2, 8192)
+    assert layout.pieces_of_copy(1, 0) == [Piece(0, 8192, 12_288, 0)]
+    assert layout.pieces_of_copy(1, 1) == [Piece(0, 12_288, 16_384, 4096)]
+
+
+def test_gaps_are_between_parameters_and_behind_the_last_one():
+    assert UnitLayout([("a", (300,), 0), ("b", (100,), 0)], 1).gaps(0) == [(300, 512), (612, 16_384)]
+    assert UnitLayout([("a", (10,), 0)], 2).gaps(1) == [(0, 8192)]
 
 
 def test_padding_above_a_tenth_is_told_with_the_arithmetic_and_what_to_type():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from blueprints import unit_plan
 from by_hand import BLOCK, DOWN, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 
 from zero3d.blueprint.places import UnitStates, placed_records
@@ -72,16 +73,40 @@ def test_states_stay_on_the_device_where_weights_alone_leave():
     assert (weights.kind, weights.place, weights.held) == ("parameters", "host", 4096)
 
 
-def test_what_is_needed_last_leaves_first():
+@pytest.mark.parametrize("fraction", [0.3, 0.5])
+def test_what_is_needed_last_leaves_first(fraction):
     units = [UnitStates(100, 2, 4, [(100, 8)])] * 4
-    found = placed_records(units, Offload("host", fraction=0.3), bucket=100)
+    found = placed_records(units, Offload("host", fraction=fraction), bucket=100)
     assert [record.place for record in found] == ["device", "device", "host", "host"]
+
+
+def test_as_much_leaves_as_its_bytes_on_the_device_say():
+    """Masters in halves are longer on a disk: the last unit has 800 of 1,800 bytes here, and 800 of 2,000 there."""
+    units = [UnitStates(100, 2, 2, [(100, 8)]), UnitStates(100, 4, 0, [(100, 8)])]
+    found = list(placed_records(units, Offload("disk", fraction=0.42), bucket=100))
+    assert [(record.place, record.nbytes) for record in found] == [("device", 1000), ("disk", 800)]
+
+
+def test_records_without_a_byte_stay():
+    (found,) = placed_records([UnitStates(100, 4, 0, [(100, 0)])], Offload("host"), bucket=100)
+    assert (found.place, found.nbytes) == ("device", 0)
+
+
+def test_trained_units_have_gradients_off_the_device_as_wide_as_they_wait_there():
+    asked = Offload("host", gradients="host", gradient_dtype="bf16")
+    unit = unit_plan(2, offload=asked)
+    trained = UnitStates.of(unit, 64, [(0, 16, ["a", "b"]), (16, 64, ["b"])], {"a": 4, "b": 2})
+    assert trained == UnitStates(64, 2, 4, [(16, 6), (48, 2)], gradient=2, trainable=True)
+    frozen = UnitStates.of(unit_plan(2, offload=asked, trainable=False), 64, [], {})
+    found = [record for record in placed_records([frozen, trained], asked, 64) if record.kind == "gradients"]
+    assert [(record.unit, record.place, record.nbytes) for record in found] == [(1, "host", 2 * 64)]
 
 
 def test_records_are_cut_where_states_differ():
     (first, *rest) = placed_records([UnitStates(100, 2, 4, [(30, 8), (70, 4)])], Offload("host"), bucket=50)
     assert (first.elements, first.nbytes) == (30, 30 * 12)
     assert [(record.elements, record.nbytes) for record in rest] == [(50, 50 * 8), (20, 20 * 8)]
+    assert [record.start for record in rest] == [30, 80]
 
 
 # --- states of a rank -----------------------------------------------------------------------------

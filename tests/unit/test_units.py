@@ -7,9 +7,9 @@ from tensors import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
-from zero3d.blueprint.policy import Ranks
+from zero3d.blueprint.policy import Group, Policy, Ranks
 from zero3d.blueprint.unit import Kind, decide
-from zero3d.blueprint.units import Member, group_parameters
+from zero3d.blueprint.units import Member, group_parameters, lay_out
 from zero3d.config import Optimizer
 from zero3d.distributed.choice import NATIVE
 from zero3d.optim import adamw8bit
@@ -18,6 +18,8 @@ from zero3d.plan.spec import ParallelPlan
 from zero3d.setup.optimizer import parameter_groups
 from zero3d.sim.model_spec import outline
 from zero3d.spec.dtypes import BF16, FP32
+from zero3d.spec.sections import Spec
+from zero3d.spec.zero import Zero
 
 
 def model_of(name):
@@ -98,5 +100,27 @@ def test_units_of_a_module_are_named_by_what_they_differ_in():
 
 
 def test_what_token_ids_are_looked_up_in_is_the_first_unit_wherever_it_is():
-    members = [Member("tower", "vision", Kind(BF16)), Member("table", "embed", Kind(BF16), first=True)]
+    members = [
+        Member("tower", "vision", Kind(BF16)),
+        Member("table", "embed", Kind(BF16), first=True),
+        Member("norm", "embed", Kind(BF16)),
+    ]
     assert [unit.owner for unit in group_parameters(members)] == ["embed", "vision"]
+
+
+def test_a_layout_has_shards_for_all_ranks_and_copies_and_cuts_no_block_of_optimizer_or_message():
+    """1,000 parameters in 1,024 elements: the next multiple of 3 or 6 x 16 is 1,056, and of 3 x 256 is 1,536."""
+    plain, coded = (Policy.of(Spec(Zero(3, gather_wire=wire))) for wire in ("same", "int8"))
+    three = Ranks(Group(3))
+
+    def laid(policy, ranks, block=16):
+        layout = lay_out([("weight", (1000,), 0)], Kind(BF16), policy, ranks, block)
+        return layout.total, layout.n, layout.copies
+
+    assert laid(plain, three) == (1056, 3, 1)
+    assert laid(plain, three._replace(copies=Group(2))) == (1056, 3, 2)
+    assert laid(plain, three, 256) == laid(coded, three) == (1536, 3, 1)
+    ranks = Ranks(Group(4), Group(2), Group(2), ep=2)
+    experts = lay_out([("up", (8, 64, 64), 0)], Kind(BF16, experts=True), plain, ranks, 16)
+    assert (experts.n, experts.copies, experts.ep) == (2, 2, 2)
+    assert [experts.rank_of(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
