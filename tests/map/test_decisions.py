@@ -3,6 +3,7 @@ says, with a reason; and what decides is asked, not written again. By the syntax
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,25 +14,70 @@ LISTED = yaml.safe_load((Path(__file__).parent / "decisions.yaml").read_text())
 SECTIONS = ("zero", "offload")
 DEGREES = ("dp", "tp", "pp", "ep", "sp", "shard", "replicate")
 DECIDED = ("spec/", "blueprint/", "config/")  # where settings are declared, read from files, and decided
+READERS = ("getattr", "vars", "asdict", "astuple")  # which give a key by its name, or all of them
 CORE = ("zero/", "account/", "offload/", "optim/", "engine/")  # where a degree is not to be asked for again
 
 
+@cache
+def trees():
+    """The syntax tree of each file."""
+    return {path.relative_to(SRC).as_posix(): ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
+
+
 def files():
-    for path in sorted(SRC.rglob("*.py")):
-        name = path.relative_to(SRC).as_posix()
-        if not name.startswith(DECIDED):
-            yield name, ast.parse(path.read_text())
+    return ((name, tree) for name, tree in trees().items() if not name.startswith(DECIDED))
+
+
+def name_of(node):
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def sections_of(node, others):
+    """The sections that an expression may be, by its last name, of an underscore too, or by `others` names."""
+    if isinstance(node, ast.NamedExpr):
+        return sections_of(node.value, others)
+    if isinstance(node, ast.IfExp):
+        return sections_of(node.body, others) | sections_of(node.orelse, others)
+    if isinstance(node, ast.BoolOp):
+        return set().union(*(sections_of(each, others) for each in node.values))
+    if isinstance(node, ast.Call) and name_of(node.func) == "replace" and node.args:
+        return sections_of(node.args[0], others)
+    name = name_of(node).lstrip("_")
+    return {name} if name in SECTIONS else others.get(name, set())
+
+
+def other_names_in(tree):
+    """Other names that a file gives to sections, by assignment or as what is declared to be one: {name: sections}."""
+    others = {}
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
+            declared = {name_of(each).lower() for each in ast.walk(node.annotation)}
+            found.append((node.arg if isinstance(node, ast.arg) else name_of(node.target), declared & {*SECTIONS}))
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs = zip(target.elts, node.value.elts, strict=False) if several else [(target, node.value)]
+                found += [(name_of(name), sections_of(value, others)) for name, value in pairs]
+        for name, sections in found:
+            others.setdefault(name.lstrip("_"), set()).update(sections)
+    return others
 
 
 def reads_in(tree, name):
-    """The keys of `zero` and `offload` that are read as attributes of a section; in the core degrees of a mesh, too."""
+    """The keys of `zero` and `offload` that are read of a section, * for all; in the core degrees of a mesh, too."""
+    others = other_names_in(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            of = getattr(node.value, "attr", getattr(node.value, "id", None))
-            is_section = of in SECTIONS and node.attr in KEYS[of]
-            is_degree = of in ("mesh", "degrees") and node.attr in DEGREES and name.startswith(CORE)
-            if is_section or is_degree:
+            of = name_of(node.value)
+            if of in ("mesh", "degrees") and node.attr in DEGREES and name.startswith(CORE):
                 yield f"{of}.{node.attr}"
+            if node.attr == "__dict__":
+                yield from (f"{section}.*" for section in sections_of(node.value, others))
+            yield from (f"{of}.{node.attr}" for of in sections_of(node.value, others) if node.attr in KEYS[of])
+        if isinstance(node, ast.Call) and name_of(node.func) in READERS and node.args:
+            key = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else "*"
+            yield from (f"{section}.{key}" for section in sections_of(node.args[0], others))
 
 
 def keys_of(section):
@@ -56,26 +102,39 @@ def test_a_section_of_any_name_is_seen():
     assert set(reads_in(tree, "train/x.py")) == {"zero.stage", "offload.states"}
 
 
+@pytest.mark.parametrize(("written", "read"), [
+    ("settings = plan.zero\nsettings.stage", "zero.stage"),
+    ("a, b = plan.zero, plan.offload\nb.params", "offload.params"),
+    ("self._settings = options.zero\nself._settings.stage", "zero.stage"),
+    ("self._zero = settings\nself._zero.stage", "zero.stage"),
+    ("(z := plan.zero).stage\nz.exact", "zero.stage zero.exact"),
+    ("def f(settings: Zero | None): settings.stage", "zero.stage"),
+    ("away: Offload = placed()\naway.params", "offload.params"),
+    ("away = replace(plan.offload, executor='auto')\naway.params", "offload.params"),
+    ("away = plan.offload if plan else Offload()\n(away or None).params", "offload.params"),
+    ("getattr(plan.zero, 'stage')", "zero.stage"),
+    ("getattr(plan.zero, name), vars(plan.offload), plan.zero.__dict__", "zero.* offload.*"),
+    ("settings = plan.mesh\nsettings.stage, plan.zero, f(plan.zero), replace(plan.zero, stage=3)", ""),
+])  # fmt: skip
+def test_a_section_is_seen_under_other_names(written, read):
+    assert set(reads_in(ast.parse(written), "plan/x.py")) == set(read.split())
+
+
 @pytest.mark.parametrize("decision", LISTED["authors"], ids=lambda entry: entry["decision"])
 def test_a_decision_has_one_author(decision):
     """What decides is defined once; and what it is made of is called by it alone, or by those that are listed."""
     path, _, name = decision["author"].partition("::")
-    defined = [node.name for node in ast.walk(ast.parse((SRC / path).read_text())) if hasattr(node, "name")]
+    defined = [node.name for node in ast.walk(trees()[path]) if hasattr(node, "name")]
     assert name in defined, f"{decision['author']} is not there"
     for made_of, others in decision["made of"].items():
-        callers = {
-            name
-            for name in [each.relative_to(SRC).as_posix() for each in sorted(SRC.rglob("*.py"))]
-            if made_of in calls_in(name)
-        }
+        callers = {name for name in trees() if made_of in calls_in(name)}
         assert callers == {path, *others}, f"{made_of} is called by others than {path}"
 
 
+@cache
 def calls_in(name):
     """Names of what a file calls, the last part of each."""
-    tree = ast.parse((SRC / name).read_text())
-    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {getattr(each, "attr", getattr(each, "id", "")) for each in called}
+    return {name_of(node.func) for node in ast.walk(trees()[name]) if isinstance(node, ast.Call)}
 
 
 def _keys():

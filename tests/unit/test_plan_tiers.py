@@ -88,8 +88,9 @@ def test_as_much_leaves_as_its_bytes_on_the_device_say():
 
 
 def test_records_without_a_byte_stay():
-    (found,) = placed_records([UnitStates(100, 4, 0, [(100, 0)])], Offload("host"), bucket=100)
-    assert (found.place, found.nbytes) == ("device", 0)
+    units = [UnitStates(100, 2, 4, [(100, 8)]), UnitStates(100, 4, 0, [(100, 0)])]
+    found = list(placed_records(units, Offload("host"), bucket=100))
+    assert [(record.place, record.nbytes) for record in found] == [("host", 1200), ("device", 0)]
 
 
 def test_trained_units_have_gradients_off_the_device_as_wide_as_they_wait_there():
