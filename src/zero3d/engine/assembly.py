@@ -76,7 +76,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     check_features(model, resolved.mesh, options)
     take_over(model, resolved.precision.dtype)  # for good: what is known of a model before keeps its modules alive
     before, rows = Before(model), position_rows(model)
-    base = Foundation.of(model, resolved, options)
+    base = Foundation.of(model, resolved)
     originals = _originals(model, base, options)
     axes, module = base.axes, base.partition.module
     kept = _keep_inputs(base)

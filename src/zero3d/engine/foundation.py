@@ -134,7 +134,6 @@ class Foundation(Resolved):
     blueprint  what these units are
     """
 
-    options: Options
     axes: Axes
     partition: ModelPartition
     order: SumOrder
@@ -146,9 +145,9 @@ class Foundation(Resolved):
     blueprint: Blueprint
 
     @classmethod
-    def of(cls, model: nn.Module, resolved: Resolved, options: Options) -> Foundation:
+    def of(cls, model: nn.Module, resolved: Resolved) -> Foundation:
         """Open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
-        numbers = numbers_in(model)
+        options, numbers = resolved.options, numbers_in(model)
         resolved.mesh.communicators = options.zero.communicators or usual_communicators(resolved.mesh.device)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter, options.zero.second_shard)
         if getattr(model, "peft_config", None):
@@ -160,8 +159,8 @@ class Foundation(Resolved):
         notes = () if options.linear is None else (str(use_fp8(model)),)
         if (compiles := compile_options(options.compile)) is not None:
             compile_blocks(model, **compiles)
-        policy = Policy.of(options.settings(resolved.mesh, resolved.precision))
-        partition = partition_model(model, resolved, options, policy, axes.tp, axes.ep, axes.ledger)
+        policy = Policy.of(resolved.spec)
+        partition = partition_model(model, resolved, policy, axes.tp, axes.ep, axes.ledger)
         if options.weights is not None:
             for root in (model, *partition.chunks.values()):
                 hollow(root)
@@ -176,8 +175,7 @@ class Foundation(Resolved):
         )
         done = replace(options, weights=None)  # a source keeps the last weights it made
         return cls(
-            **vars(resolved),
-            options=done,
+            **vars(resolved) | {"options": done},
             axes=axes,
             partition=partition,
             order=order,
@@ -186,7 +184,7 @@ class Foundation(Resolved):
             numbers=numbers,
             specs=specs,
             uses=uses,
-            blueprint=_draw(resolved, options, axes, partition, specs),
+            blueprint=_draw(resolved, axes, partition, specs),
         )
 
     @property
@@ -196,17 +194,15 @@ class Foundation(Resolved):
 
     def leaving(self, offload: Offload) -> Foundation:
         """Return the same with what leaves the device settled."""
-        options = replace(self.options, offload=offload)
-        return replace(self, options=options, blueprint=_draw(self, options, self.axes, self.partition, self.specs))
+        settled = replace(self, options=replace(self.options, offload=offload))
+        return replace(settled, blueprint=_draw(settled, self.axes, self.partition, self.specs))
 
     def updated(self, spec: UnitSpec, layout: UnitLayout) -> Updated:
         """Return what this rank updates of a unit."""
         return Updated.of(layout, self.axes.shard(spec.experts).rank if self.policy.row.shards_optimizer else None)
 
 
-def _draw(
-    resolved: Resolved, options: Options, axes: Axes, partition: ModelPartition, specs: Sequence[UnitSpec]
-) -> Blueprint:
+def _draw(resolved: Resolved, axes: Axes, partition: ModelPartition, specs: Sequence[UnitSpec]) -> Blueprint:
     """Return the blueprint of units that are to be built."""
     groups, owner = resolved.groups, partition.full_model.owner
 
@@ -214,7 +210,7 @@ def _draw(
         return [(name, tuple(p.shape), groups.group_of.get(owner(name), 0)) for name, p in spec.params.items()]
 
     facts = [UnitFacts(spec.name, spec.kind, parameters(spec)) for spec in specs]
-    return Blueprint.of(options.settings(resolved.mesh, resolved.precision), axes.ranks, facts, groups.block)
+    return Blueprint.of(resolved.spec, axes.ranks, facts, groups.block)
 
 
 def _share_sequences(

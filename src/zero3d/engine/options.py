@@ -211,19 +211,25 @@ def parts_activations(asked: spec.Mesh) -> bool:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What options mean for one model on one mesh.
+    """Options, and what they mean for one model on one mesh.
 
     groups  which parameters the optimizer treats alike, and how it is built over this rank's pieces
     matrices  those whose momentum is made orthogonal (Muon), by name
     positions  of sequences that come without them, with sp
     """
 
+    options: Options
     mesh: Mesh
     precision: Precision
     groups: OptimizerChoice
     schedule: Schedule
     matrices: Mapping[str, Form]
     positions: Positions
+
+    @property
+    def spec(self) -> Spec:
+        """Return what rules and the blueprint are about."""
+        return self.options.settings(self.mesh, self.precision)
 
 
 def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
@@ -264,4 +270,4 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_exact(mesh.dp)
         if mesh.rank == 0:
             warn_of_exact(mesh.device)
-    return Resolved(mesh, precision, groups, schedule, matrices, positions)
+    return Resolved(options, mesh, precision, groups, schedule, matrices, positions)

@@ -56,10 +56,11 @@ class ModelPartition:
 
 
 def partition_model(
-    model: nn.Module, resolved: Resolved, options: Options, policy: Policy, tp: Comm, ep: Comm, ledger: Ledger
+    model: nn.Module, resolved: Resolved, policy: Policy, tp: Comm, ep: Comm, ledger: Ledger
 ) -> ModelPartition:
     """Take this rank's chunks of the model and cut their parameters over tp and ep, in place. Raises ConfigError."""
-    mesh, parallel = resolved.mesh, options.mesh
+    mesh, options = resolved.mesh, resolved.options
+    parallel = options.mesh
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     dispatches = ep.size > 1 or policy.exact  # in exact mode, too, whose bits are the same at any ep
     has_experts = dispatches and bool(find_experts(model, parallel.ep_plan))
