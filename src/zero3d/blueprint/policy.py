@@ -62,6 +62,7 @@ class Policy(NamedTuple):
     gradients  reduced gradients wait for the update off the device
     held       dtype in which they wait there
     slow       the form in which sums travel between copies of shards
+    stochastic codes of that form are rounded up or down by chance
     apart      gradients of each rank whose tokens came to experts are kept apart
     block      elements of which what travels in blocks allows no shard a part
     poison     released storages are filled with NaN: finds early releases
@@ -81,6 +82,7 @@ class Policy(NamedTuple):
     gradients: bool = False
     held: Dtype = FP32
     slow: str = SAME
+    stochastic: bool = False
     apart: bool = True
     block: int = GROUP
     poison: bool = False
@@ -134,6 +136,7 @@ def _resolve(zero: Zero, offload: Offload, precision: str, pp: int, accumulate: 
         gradients=offload.gradients_leave,
         held=BY_NAME["bf16"] if offload.gradient_dtype == "bf16" else master,
         slow=zero.slow_wire,
+        stochastic=zero.slow_rounding == "stochastic",
         apart=apart,
         block=BLOCK if zero.gather_wire != SAME or zero.sums_in_blocks else GROUP,
     )

@@ -64,9 +64,8 @@ class Runtime(Foundation):
 def build_units(base: Foundation, source: Source | None) -> tuple[list[Unit], Tiers | None, Slots | None]:
     """Build all units, and before them what holds their records where states leave the device."""
     tiers, slots = open_tiers(base)
-    axes = base.axes
-    policy, zero = base.policy, base.options.zero
-    slow = None if policy.slow == SAME else SlowWire(policy.slow, zero.slow_rounding == "stochastic")
+    axes, policy = base.axes, base.policy
+    slow = None if policy.slow == SAME else SlowWire(policy.slow, policy.stochastic)
     away: dict[str, Any] = {}
     if tiers is not None:
         to_host = ToHost(axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
