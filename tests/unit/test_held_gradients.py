@@ -1,4 +1,7 @@
-"""A backward's gradients of a unit are copied in together, small ones, and in the order in which they came."""
+"""A backward's gradients of a unit are copied in together, small ones, and in the order in which they came.
+
+And sums on their way to the host and back.
+"""
 
 import sys
 from pathlib import Path
@@ -10,7 +13,11 @@ from models import adamw, batch, build, loss_of
 from torch import nn
 
 import zero3d
+from zero3d.memory.arena import Arena
 from zero3d.zero import local_gradients
+from zero3d.zero.gradient_shards import HostShard
+from zero3d.zero.streams import ToHost
+from zero3d.zero.unit_parts import UnitParts
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -100,3 +107,16 @@ def test_a_second_gradient_in_one_backward_is_added_to_the_first(precision):
     unit.gradients.fill_up()
     assert torch.equal(unit.gradients.local.views[0].float(), (first + second).float())
     assert not unit.gradients.local.views[1].any()
+
+
+def test_sums_that_wait_rounded_on_the_host_borrow_a_bucket_of_each_width_and_give_both_back():
+    cpu, kept = torch.device("cpu"), torch.zeros(64, dtype=torch.bfloat16)
+    arena, to_host = Arena(cpu), ToHost(cpu, behind=False)
+    shard = HostShard(kept, UnitParts(None, None, arena, None, to_host=to_host))
+    shard.receive(torch.float32, add=False).fill_(1.5)
+    shard.keep_received()
+    shard.receive(torch.float32, add=True).add_(2.25)
+    shard.keep_received()
+    to_host.finish()
+    assert kept.tolist() == [3.75] * 64
+    assert (arena.live("bucket"), arena.peak("bucket")) == (0, 64 * (4 + 2))

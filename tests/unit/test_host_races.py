@@ -159,23 +159,26 @@ def brought_back(without):
     from instruments import accelerator
     from instruments.host_races import on_accelerator
 
+    from zero3d.memory.arena import Arena
     from zero3d.offload import tiers
     from zero3d.offload.records import Record
+    from zero3d.zero.gradient_shards import HostShard
     from zero3d.zero.streams import ToHost
+    from zero3d.zero.unit_parts import UnitParts
 
     device = accelerator.register()
     with on_accelerator(without) as model:
         (kept,) = tiers.HostSlab({"kept": [Record("kept", ((torch.float32, 64),))]}, device).views["kept"][0]
-        to_host, side, gone = ToHost(device, behind=True), torch.Stream(device), []
-        to_host.copy(kept, torch.zeros(64, device=device).add_(1), lambda: gone.append(1))
-        back = torch.empty(64, device=device)
+        arena, to_host, side = Arena(device), ToHost(device, behind=True), torch.Stream(device)
+        shard = HostShard(kept, UnitParts(None, None, arena, None, to_host=to_host))
+        shard.receive(torch.float32, add=False).fill_(1)
+        shard.keep_received()
         side.wait_stream(torch.accelerator.current_stream(device))
         with side:
-            to_host.follow()
-            back.copy_(kept, non_blocking=True)
-        assert not gone
+            sums = shard.receive(torch.float32, add=True)
+        assert arena.live("bucket") == 2 * sums.nbytes
         to_host.finish()
-        assert gone
+        assert arena.live("bucket") == sums.nbytes
         return dict(model.races)
 
 
