@@ -111,8 +111,7 @@ def per_parameter(unit: UnitPlan, optimizer: Fraction | int) -> StateBytes:
     share = Fraction(1, unit.cut.size)
     held = NO_BYTES
     if not policy.params:
-        cut = row.shards_parameters and policy.release != "every_step"
-        held = held._replace(parameters=width * (share if cut else Fraction(1)))
+        held = held._replace(parameters=width * (Fraction(1) if unit.whole else share))
     if unit.gradients is not None:
         if not policy.gradients:
             whole, sharded = _gradient_widths(unit.gradients, policy.master.itemsize)

@@ -80,7 +80,7 @@ def build_units(base: Foundation, source: Source | None) -> tuple[list[Unit], Ti
             axes.replicate,
             part=axes.ep.rank if spec.experts else 0,
             slow=slow,
-            codec=BlockCodec(8) if policy.coded else None,
+            codec=BlockCodec(8) if plan.coded else None,
             node=axes.node if plan.node > 1 else None,
             **away,
         )

@@ -106,7 +106,7 @@ class Pace:
     update     seconds of an update, of those that the bytes of its states take
     fixed      seconds per step
     as_zero3d  in pipelines, gathered parameters and unreduced gradients stay for the step
-               (`states.policies`), every tp rank passes whole hidden states on, and recomputation ends before a
+               (`blueprint/policy.py`), every tp rank passes whole hidden states on, and recomputation ends before a
                block's last all-reduce
     kernels    what kernels take
     """

@@ -2,7 +2,7 @@
 
 pieces     1-D tensors of parameters' parts, in model order; each is a key of the optimizer's `state`
 states     by name: a view of its unit's flat buffer, which lives as long as the engine, or what stands for a record
-spans      where in a unit a state is, if not all groups have it (state_spans.py)
+spans      where in a unit a state is, if not all groups have it (blueprint/state_spans.py)
 """
 
 from __future__ import annotations

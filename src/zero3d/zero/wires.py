@@ -74,7 +74,7 @@ class Wire:
     def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, parts: UnitParts, place: ShardPlace) -> None:
         self._name, self._place = name, place
         self._parts = parts
-        self.codec = parts.codec if dtype.is_floating_point else None
+        self.codec = parts.codec
         self._travels = layout.shard if self.codec is None else self.codec.message_bytes(layout.shard)
         self.second: Second | None = None
         if parts.node is not None:
