@@ -103,6 +103,8 @@ def test_a_rank_without_states_has_nothing_that_could_leave():
     empty = Need(0, 0, 0, {"weights": 2 * GB})
     assert auto_place(empty, Room(2 * GB, None, False))[:2] == ("none", 1.0)
     assert auto_place(empty, Room(GB, 10 * GB, False))[:2] == ("host", 1.0)
+    with pytest.raises(OutOfBudget, match=r"which is the host's: 0 B have no place"):
+        auto_place(empty, Room(GB, None, False))
 
 
 @pytest.mark.parametrize(("width", "link", "memory", "name"), [
