@@ -23,10 +23,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 PLANS, SEED = 5000, 70
 SHOWN = 10  # plans that differ, and places of each
-CHANGED, SHORT = (
-    40,
-    200,
-)  # of every so many plans the single changes, and what helps where a tenth of the memory is short
+CHANGED = 40  # of every so many plans the single changes
+SHORT = 200  # of every so many what helps where a tenth of the memory is short
 OFTEN, SELDOM = 0.35, 0.08  # how often a key has another value than its default
 MODELS = {  # arguments of `open_spec`: dense ones, tied ones, experts, adapters, packed bases, towers of images
     "demo": ("demo", 512, {}),

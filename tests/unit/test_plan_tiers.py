@@ -170,6 +170,8 @@ def test_gradients_on_the_host_are_one_record_a_unit():
     assert there["device"] - here["device"] == pytest.approx(4 / 1e9)
     assert there["host"] - here["host"] == pytest.approx(-4 / 1e9)
     assert gradient_seconds(P(stage=2, offload="host", gradients="host", accumulate=3), slow, 1e9) == 20.0
+    fp64 = P(stage=2, offload="host", gradients="host", precision="fp64", accumulate=3)
+    assert gradient_seconds(fp64, slow, 1e9) == 40.0
     assert gradient_seconds(P(stage=2, offload="host"), slow, 1e9) == 0.0
 
 

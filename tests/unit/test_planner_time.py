@@ -506,6 +506,8 @@ def test_copies_of_shards_are_summed_between_hosts_once_a_step_and_the_last_back
     assert behind == pytest.approx(2 * (8 + 10)), "of a pipeline behind all backwards"
     narrow = milliseconds(dp=4, shard=2, reduce_dtype="bf16", spec=hosts, pace=zero3d)["dp"]
     assert narrow == pytest.approx(2 * 2 + 2 * 2 + (10 + 2) + (10 + 4))
+    asked = milliseconds(dp=4, shard=2, reduce_dtype="fp64", spec=hosts, pace=zero3d)["dp"]
+    assert asked == pytest.approx(inside + (10 + 8) + (10 + 4)), "sums are sent as wide as asked"
     assert milliseconds(dp=4, shard=1, spec=hosts, pace=zero3d)["dp"] == pytest.approx(2 * (1 + 10 + 4))
     blocks = milliseconds(dp=4, shard=2, slow_wire="int8", spec=hosts, pace=zero3d)["dp"]
     coding = 16  # of 1e6 elements, once: passes over memory

@@ -106,7 +106,7 @@ def read_seconds(plan: ParallelPlan, cluster: ClusterSpec, shard: float, gathers
 
 def _gradient(plan: ParallelPlan) -> int:
     """Return the bytes of a gradient on the host."""
-    return state_width(GRADIENT, plan.offload.gradient_dtype)
+    return policy_of(plan).held.itemsize
 
 
 def gradient_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import gathered_width
-from zero3d.account.transients import reduction_of
+from zero3d.account.transients import reduction_of, sum_over_copies
 from zero3d.activations.policy import Policy
 from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
@@ -449,12 +449,14 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
 
 def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     """Return the seconds in which a rank's shards are summed over their copies, so many times in a step."""
-    plan, group = step.plan, step.groups.replicate
-    width = WIDTHS["fp32"].reduced if plan.zero.exact or plan.zero.reduce_dtype == "fp32" else WIDTHS["bf16"].weight
+    plan, group, policy = step.plan, step.groups.replicate, policy_of(step.plan)
     own = (share.dense + share.experts * plan.ep) / plan.shard
-    wide, slow = WIDTHS["fp32"].reduced, plan.zero.slow_wire
+    wide, slow = policy.master.itemsize, policy.slow
     if slow == SAME:
-        sizes = [own * width, own * wide]
+        if group.size == 1:
+            return 0.0
+        how = sum_over_copies(usual_unit(with_algorithm(plan, step.cluster)))
+        sizes = [own * how.plain.travels, own * wide]
     elif all_get_terms(group.size, BITS[slow]):
         sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
     else:
