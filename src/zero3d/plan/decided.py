@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from zero3d.blueprint.policy import Group, Policy, Ranks
 from zero3d.blueprint.unit import Kind, UnitPlan, decide
-from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
-from zero3d.distributed.degrees import EXPERT_SHARD
+from zero3d.distributed.choice import ALL_TO_ALL, NATIVE, choose_algorithm
+from zero3d.distributed.degrees import EXPERT_SHARD, Degrees
 from zero3d.errors import ConfigError, MeshError
 from zero3d.plan.spec import ParallelPlan
 from zero3d.spec.dtypes import BF16, BY_NAME
@@ -36,16 +36,38 @@ def policy_of_others(plan: ParallelPlan) -> Policy:
 @lru_cache(maxsize=1 << 14)
 def ranks_of(plan: ParallelPlan) -> Ranks:
     """Return the ranks among which units are shared out. Raises ConfigError where a second shard does not divide dp."""
-    algorithm = NATIVE if plan.zero.reduce_scatter == NATIVE else ALL_TO_ALL
+    algorithm = _as_asked(plan.zero.reduce_scatter)
     names = "shard", EXPERT_SHARD, "replicate"
     shard, eshard, copies = (Group(plan.degrees.size(name), algorithm) for name in names)
     return Ranks(shard, eshard, copies, plan.ep, node_of(plan))
 
 
-def usual_unit(plan: ParallelPlan) -> UnitPlan:
-    """Return what a trained unit is whose weights have the run's dtype and belong to no experts."""
+def usual_unit(plan: ParallelPlan, algorithm: str) -> UnitPlan:
+    """Return what a trained unit is whose weights have the run's dtype, belong to no experts and keep no second shard.
+
+    algorithm  by which its gradients are reduced (`algorithm_on`)
+    """
     policy = policy_of(plan)
-    return decide(Kind(policy.compute), policy, ranks_of(plan))
+    ranks = Ranks(Group(plan.shard, algorithm), copies=Group(plan.replicate, algorithm))
+    return decide(Kind(policy.compute), policy, ranks)
+
+
+def algorithm_on(plan: ParallelPlan, per_node: int) -> str:
+    """Return the algorithm by which an engine reduces gradients on NCCL and hosts of so many ranks."""
+    if plan.shard == 1:
+        return _as_asked(plan.zero.reduce_scatter)
+    return _algorithm(plan.degrees, plan.zero.reduce_scatter, per_node)
+
+
+@lru_cache(maxsize=4096)
+def _algorithm(degrees: Degrees, asked: str, per_node: int) -> str:
+    on_host = degrees.on_host(degrees.group("shard"), degrees.dp_on_host(per_node))
+    return choose_algorithm("nccl", degrees.size("shard"), asked, on_host)
+
+
+def _as_asked(reduce_scatter: str) -> str:
+    """Return the algorithm where hosts are not known: a backend's own sums alone are rounded on their way."""
+    return NATIVE if reduce_scatter == NATIVE else ALL_TO_ALL
 
 
 def node_of(plan: ParallelPlan, per_node: int | None = None) -> int:

@@ -81,7 +81,7 @@ def tiles_loss(model: ModelSpec, plan: ParallelPlan, micro_batch: int | None = N
 def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
     """Return the bytes of tied parameters' gradients of the head, which wait to be summed at the embedding."""
     weights = (w for part in model.parts for unit in part.units if unit.copy_of for w in unit.weights)
-    return float(sum(w.numel // tp * dtype_of(w, precision).itemsize for w in weights if w.trainable))
+    return float(sum(w.numel // tp * dtype_of(w.itemsize, precision).itemsize for w in weights if w.trainable))
 
 
 class _Run(NamedTuple):

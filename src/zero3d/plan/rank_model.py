@@ -69,7 +69,7 @@ class RankUnit(NamedTuple):
 
     def plan(self, plan: ParallelPlan) -> UnitPlan:
         """Return what the unit is under a plan."""
-        return decide(self.kind, policy_of(plan), ranks_of(plan))
+        return _decided(self.kind, plan)
 
 
 def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
@@ -204,18 +204,26 @@ def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk. Raises ConfigError where tp does not divide a weight."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
+    apart, precision = plan.dispatches, plan.precision
     members = [
-        Member(weight, unit.name.partition("/")[0], _kind(weight, plan))
+        Member(weight, owner, _kind(weight.itemsize, weight.trainable, weight.stacked and apart, precision))
         for part in parts
         for unit in part.units
         if unit.copy_of not in names
+        for owner in (unit.name.partition("/")[0],)
         for weight in unit.weights
     ]
     return [_unit(found, plan) for found in group_parameters(members)]
 
 
-def _kind(weight: Weight, plan: ParallelPlan) -> Kind:
-    return Kind(dtype_of(weight, plan.precision), weight.trainable, weight.stacked and plan.dispatches)
+@lru_cache(maxsize=1 << 14)
+def _decided(kind: Kind, plan: ParallelPlan) -> UnitPlan:
+    return decide(kind, policy_of(plan), ranks_of(plan))
+
+
+@lru_cache(maxsize=1024)
+def _kind(itemsize: int | None, trainable: bool, experts: bool, precision: str) -> Kind:
+    return Kind(dtype_of(itemsize, precision), trainable, experts)
 
 
 def _unit(found: FoundUnit[Weight], plan: ParallelPlan) -> RankUnit:
@@ -249,10 +257,9 @@ def _matrices(
     return forms, tuple((number, tp) for number, weight in slots if weight.form is not None and weight.cut is not None)
 
 
-def dtype_of(weight: Weight, precision: str) -> Dtype:
-    """Return the dtype of a weight in a run. What a 16-bit run keeps in fp32 has others' dtype in any other."""
+def dtype_of(width: int | None, precision: str) -> Dtype:
+    """Return the dtype of a weight of so many bytes, or the run's; a 16-bit run alone keeps fp32 beside its own."""
     run = BY_NAME[precision]
-    width = weight.itemsize
     if width is None or width == run.itemsize or (width == FP32.itemsize and run.itemsize > BF16.itemsize):
         return run
     return BY_WIDTH[width]

@@ -23,11 +23,10 @@ from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
 from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.places import UnitStates, placed_records
 from zero3d.blueprint.state_spans import Has, Span, Updated
-from zero3d.distributed.choice import choose_algorithm
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.decided import node_of, policy_of
+from zero3d.plan.decided import algorithm_on, node_of, policy_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.declaring import in_file
@@ -215,10 +214,8 @@ def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """
     if plan.shard == 1:
         return plan
-    degrees = plan.degrees
-    on_host = degrees.on_host(degrees.group("shard"), degrees.dp_on_host(cluster.per_node))
     ranks = node_of(plan, cluster.per_node)
-    algorithm = choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host)
+    algorithm = algorithm_on(plan, cluster.per_node)
     return plan.replace(zero=_zero_with(plan.zero, algorithm, None if ranks == 1 else ranks))
 
 

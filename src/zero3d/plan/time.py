@@ -41,7 +41,7 @@ from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
-from zero3d.plan.decided import policy_of, policy_of_others, usual_unit
+from zero3d.plan.decided import algorithm_on, policy_of, policy_of_others, usual_unit
 from zero3d.plan.footprint import tiles_loss
 from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, total, works
@@ -57,7 +57,6 @@ from zero3d.plan.network import (
 )
 from zero3d.plan.sequence import exchanged
 from zero3d.plan.spec import ClusterSpec, MeasuredStep, ModelSpec, ParallelPlan, Seconds
-from zero3d.plan.states import with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.mesh import Mesh
@@ -455,7 +454,7 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     if slow == SAME:
         if group.size == 1:
             return 0.0
-        how = sum_over_copies(usual_unit(with_algorithm(plan, step.cluster)))
+        how = sum_over_copies(usual_unit(plan, algorithm_on(plan, step.cluster.per_node)))
         sizes = [own * how.plain.travels, own * wide]
     elif all_get_terms(group.size, BITS[slow]):
         sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
@@ -496,7 +495,7 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
     Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms, which runs
     beside computation (2 bytes and, for each owner, 4).
     """
-    reduction = reduction_of(usual_unit(with_algorithm(plan, cluster)), adds=False)
+    reduction = reduction_of(usual_unit(plan, algorithm_on(plan, cluster.per_node)), adds=False)
     return reduction.travels, exchange_seconds if reduction.terms else gather_seconds
 
 

@@ -12,12 +12,11 @@ from zero3d.config.keys import KEYS
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.decided import policy_of, usual_unit
+from zero3d.plan.decided import algorithm_on, policy_of, usual_unit
 from zero3d.plan.network import Groups
 from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.states import with_algorithm
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import NODE
@@ -103,12 +102,12 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     yield from _declared("zero", plan)
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
-    now = with_algorithm(plan, cluster)
-    way = ALL_TO_ALL if now.zero.reduce_scatter == NATIVE else NATIVE
+    now = algorithm_on(plan, cluster.per_node)
+    way = ALL_TO_ALL if now == NATIVE else NATIVE
     if (
         plan.dp > 1
         and not plan.zero.exact
-        and _travels(now) != _travels(now.replace(reduce_scatter=way))
+        and _travels(plan, now) != _travels(plan, way)
         and plan.precision in ("bf16", "fp16")
     ):
         yield {"zero.reduce_scatter": way}
@@ -122,9 +121,9 @@ def _declared(section: str, plan: ParallelPlan) -> Iterator[Settings]:
             yield {name: key.advice.tried if usual else key.default, **key.advice.reset}
 
 
-def _travels(plan: ParallelPlan) -> int:
+def _travels(plan: ParallelPlan, algorithm: str) -> int:
     """Return the bytes in which a gradient reaches its owner."""
-    return reduction_of(usual_unit(plan), adds=False).travels
+    return reduction_of(usual_unit(plan, algorithm), adds=False).travels
 
 
 def _takes(sp: int, plan: ParallelPlan, model: ModelSpec) -> bool:
