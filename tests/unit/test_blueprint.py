@@ -198,6 +198,8 @@ def test_policies_have_the_dtypes_of_their_precision():
         assert (policy.compute, policy.master, policy.wire) == (BY_NAME[precision], master, master)
     with pytest.raises(ConfigError, match=r"zero\.reduce=every_micro_batch|reduce='every_micro_batch'"):
         Policy.of(Spec(Zero(0, reduce="every_micro_batch")))
+    with pytest.raises(ConfigError, match="has no bf16 weights"):
+        Policy.of(Spec(Zero(2, master="split"), precision="fp16"))
 
 
 def test_a_blueprint_follows_from_settings_ranks_and_facts():

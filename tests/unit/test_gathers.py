@@ -9,6 +9,7 @@ from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN
 from zero3d.zero.unit_parts import State
+from zero3d.zero.weights import placeholder
 
 CPU = Arena(torch.device("cpu"))
 
@@ -237,3 +238,9 @@ def test_a_unit_that_is_only_kept_reads_as_nan_until_somebody_needs_it(token):
         assert model.states() == {"a": State.KEPT}
     model.release("a", token)
     assert model.states() == {}
+
+
+def test_bytes_that_stand_for_a_released_weight_are_those_of_a_nan():
+    packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    stands = placeholder(packed, torch.uint8, torch.device("cpu"))
+    assert stands.contiguous().view(torch.bfloat16).isnan().all()
