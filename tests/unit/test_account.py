@@ -15,15 +15,19 @@ from zero3d.account.transients import (
     CopySum,
     Reduction,
     arriving_bytes,
+    coded_messages,
+    gathered_at_once,
     passing_bytes,
     record_scratch,
     reduction_of,
     ring_bytes,
+    sum_of_sources,
     sum_over_copies,
     whole_units,
 )
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.policy import Policy
+from zero3d.blueprint.stages import WINDOW
 from zero3d.blueprint.state_spans import Span, Updated
 from zero3d.distributed.choice import NATIVE, PAIRWISE
 from zero3d.memory.scratch import update_bucket
@@ -158,7 +162,25 @@ def test_gradients_travel_as_sums_or_terms_and_are_cast_where_they_are_narrower(
     settings, adds, travels, casts, terms, lands
 ):
     unit = unit_plan(**{"stage": 3} | settings)
-    assert reduction_of(unit, adds) == Reduction(4, travels, casts, terms, lands)
+    assert reduction_of(unit, 1 + adds) == Reduction(4, travels, casts, terms, lands)
+
+
+def test_sources_are_summed_apart_unless_the_first_of_them_has_the_sum_s_dtype():
+    assert sum_of_sources(unit_plan(3, ep=2), 100) == 100 * 4
+    assert sum_of_sources(unit_plan(3, ep=2, precision="fp32"), 100) == sum_of_sources(unit_plan(3), 100) == 0
+    assert sum_of_sources(unit_plan(3, ep=2, precision="fp32", exact=True), 100) == 100 * 4
+
+
+def test_units_in_blocks_are_messages_until_they_are_used_and_none_comes_ahead():
+    layout = UnitLayout([("weight", (100, 256), 0)], 4)
+
+    def gathered(*names, **settings):
+        return gathered_at_once([(name, unit_plan(3, **settings), layout) for name in names], "cpu")
+
+    each = 2 * layout.total
+    assert gathered("a", "b") == (2 * each + WINDOW * each, 0)
+    assert gathered("a", "b", gather_wire="int8") == (2 * each, coded_messages(layout.total, "cpu"))
+    assert gathered("a", release="every_step") == (0, 0)
 
 
 def test_copies_of_a_shard_sum_in_the_dtype_of_sums_over_their_own_number():

@@ -21,10 +21,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import FP32
+from zero3d.blueprint.blueprint import BlueprintUnit
 from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.stages import LEAVING, WINDOW
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
+from zero3d.distributed.choice import PAIRWISE
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_bucket, update_scratch
 from zero3d.spec.tiers import HOST
@@ -86,8 +88,13 @@ class Reduction(NamedTuple):
         return (received + self.slots * self.casts) * shard * self.travels
 
 
-def reduction_of(unit: UnitPlan, adds: bool) -> Reduction:
-    """Return how the gradients of a trained unit travel. adds: to what the shard has already."""
+def adds_to_shard(unit: UnitPlan, micro_batches: int) -> bool:
+    """Return whether a reduction of a step of so many micro-batches may be added to what the shard has already."""
+    return micro_batches > 1 and (unit.cut.algorithm == PAIRWISE or unit.policy.often)
+
+
+def reduction_of(unit: UnitPlan, micro_batches: int) -> Reduction:
+    """Return how the gradients of a trained unit travel in steps of so many micro-batches."""
     assert unit.gradients is not None
     plan, exact, ranks = unit.gradients, unit.policy.exact, unit.cut
     leaves = unit.policy.master if unit.sources > 1 else plan.local  # those of several sources are summed first
@@ -96,8 +103,28 @@ def reduction_of(unit: UnitPlan, adds: bool) -> Reduction:
         plan.travels.itemsize,
         casts=not exact and plan.travels != leaves,
         terms=exact or ranks.sends_terms(plan.travels),
-        lands=plan.travels == unit.policy.master and not adds,
+        lands=plan.travels == unit.policy.master and not adds_to_shard(unit, micro_batches),
     )
+
+
+def sum_of_sources(unit: UnitPlan, elements: int) -> int:
+    """Return the bytes in which gradients of several sources are summed before they travel, of so many elements each.
+
+    What is wide already is summed in the first source's row, but for exact sums, which are a tree.
+    """
+    assert unit.gradients is not None
+    master = unit.policy.master
+    apart = unit.sources > 1 and (unit.policy.exact or unit.gradients.local != master)
+    return apart * elements * master.itemsize
+
+
+def gathered_at_once(units: Iterable[BlueprintUnit], device: str) -> tuple[int, int]:
+    """Return upper bounds of bytes of gathered weights: of whole units, and of messages in blocks and their scratch."""
+    released = [(name, plan, layout.total) for name, plan, layout in units if not plan.whole]
+    coded = [elements for _, plan, elements in released if plan.coded]
+    sizes = [(name, elements * plan.kind.dtype.itemsize) for name, plan, elements in released]
+    ahead = 0 if len(coded) == len(sizes) else WINDOW  # what travels in blocks is whole when it is used
+    return whole_units(sizes, ahead=ahead), coded_messages(max(coded), device) if coded else 0
 
 
 def sum_over_copies(unit: UnitPlan) -> CopySum:

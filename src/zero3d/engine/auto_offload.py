@@ -23,7 +23,7 @@ import torch
 
 from zero3d.account.optimizers import OptimizerBytes, state_width
 from zero3d.account.states import NO_BYTES, Held, unit_bytes
-from zero3d.account.transients import coded_messages, passing_bytes, whole_units
+from zero3d.account.transients import gathered_at_once, passing_bytes, whole_units
 from zero3d.blueprint.auto import (
     LINK,
     MEMORY,
@@ -39,7 +39,6 @@ from zero3d.blueprint.auto import (
     gradients_place,
     gradients_short_of,
 )
-from zero3d.blueprint.stages import WINDOW
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation
@@ -143,21 +142,17 @@ def bytes_needed(base: Foundation) -> Need:
     """
     policy, device = base.policy, base.axes.arena.device.type
     states, longest, kinds = NO_BYTES, 0, state_kinds(base)
-    gathered, reduced = dict[str, int](), dict[str, int]()
+    reduced = dict[str, int]()
     for spec in base.specs:
         plan, size = base.blueprint.plans[spec.name], sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
-        if not plan.whole:
-            gathered[spec.name] = size
         if plan.gradients is not None and not plan.gradients.kept:
             reduced[spec.name] = plan.sources * size
         held, record = _of_unit(base, spec, plan, kinds)
         states, longest = states + held.states, max(longest, record)
-    longest_unit = max(layout.total for layout in base.blueprint.layouts.values())
-    messages = coded_messages(longest_unit, device) if policy.coded else 0
     others = {
         "weights": ceil(states.parameters),
         "gradients": ceil(states.gradients),
-        "gathered units": messages + whole_units(gathered.items(), ahead=0 if policy.coded else WINDOW),
+        "gathered units": sum(gathered_at_once(base.blueprint.units, device)),
         "gradients of units": whole_units(reduced.items()) if policy.often else 0,
     }
     passing = passing_bytes(base.options.offload.executor, longest, device, policy.splits)

@@ -495,7 +495,7 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
     Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms, which runs
     beside computation (2 bytes and, for each owner, 4).
     """
-    reduction = reduction_of(usual_unit(plan, algorithm_on(plan, cluster.per_node)), adds=False)
+    reduction = reduction_of(usual_unit(plan, algorithm_on(plan, cluster.per_node)), 1)
     return reduction.travels, exchange_seconds if reduction.terms else gather_seconds
 
 

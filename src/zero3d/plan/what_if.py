@@ -123,7 +123,7 @@ def _declared(section: str, plan: ParallelPlan) -> Iterator[Settings]:
 
 def _travels(plan: ParallelPlan, algorithm: str) -> int:
     """Return the bytes in which a gradient reaches its owner."""
-    return reduction_of(usual_unit(plan, algorithm), adds=False).travels
+    return reduction_of(usual_unit(plan, algorithm), 1).travels
 
 
 def _takes(sp: int, plan: ParallelPlan, model: ModelSpec) -> bool:

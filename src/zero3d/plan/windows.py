@@ -19,7 +19,14 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zero3d.account.transients import Reduction, arriving_bytes, reduction_of, sum_over_copies, sums_of_copies
+from zero3d.account.transients import (
+    Reduction,
+    arriving_bytes,
+    reduction_of,
+    sum_of_sources,
+    sum_over_copies,
+    sums_of_copies,
+)
 from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.stages import WINDOW
 from zero3d.blueprint.unit import Kind
@@ -200,13 +207,10 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan) -> float:
     """Return the bytes of one reduction under way. What several sources have is summed first, in the reduced dtype."""
     of, n, shard = unit.plan(plan), unit.layout.n, unit.layout.shard
     assert of.gradients is not None
-    wide = of.policy.master.itemsize
-    summed = 0.0
-    if of.sources > 1 and (of.policy.exact or of.gradients.local != of.policy.master):
-        summed = float(unit.layout.total * wide)
+    wide, summed = of.policy.master.itemsize, float(sum_of_sources(of, unit.layout.total))
     if n == 1:
         return summed
     if of.policy.exact:  # what arrives, and shards of sums in the tree
         arrives = Reduction(n - 1, of.gradients.travels.itemsize, casts=False, terms=True, lands=False).nbytes(shard)
         return summed + arrives + shard * wide * n.bit_length() / WINDOW
-    return summed + reduction_of(of, adds=of.policy.often and plan.accumulate > 1).nbytes(shard)
+    return summed + reduction_of(of, plan.accumulate).nbytes(shard)

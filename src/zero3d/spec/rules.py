@@ -83,13 +83,15 @@ def _of_stage_3(key: str, asked: Callable[[Spec], bool], without: str) -> tuple[
     )
 
 
-def _of_gradients_in_turn(asked: Callable[[Spec], bool], keeps: str, without: str) -> Rule:
+def _of_gradients_in_turn(
+    asked: Callable[[Spec], bool], keeps: str, without: str, what: str = "keeps them on the device until the last one"
+) -> Rule:
     """Return what is refused of gradients that leave as soon as a micro-batch has made them."""
     return Rule(
         "offload.gradients",
         lambda s: s.offload.gradients_leave and asked(s),
         "{offload.gradients} takes gradients that are reduced after every micro-batch, and "
-        f"{keeps} keeps them on the device until the last one: type {without}, or {{offload.gradients=device}}.",
+        f"{keeps} {what}: type {without}, or {{offload.gradients=device}}.",
     )
 
 
@@ -294,7 +296,9 @@ RULES = (
         "{offload.gradients} needs stage 2 or 3, and {zero.stage} sums gradients on the device once a step: type "
         "{zero.stage=2} or 3, or {offload.gradients=device}.",
     ),
-    _of_gradients_in_turn(lambda s: s.zero.exact, "{zero.exact}", "{zero.exact=false}"),
+    _of_gradients_in_turn(
+        lambda s: s.zero.exact, "{zero.exact}", "{zero.exact=false}", "keeps their sums on the device, in a tree"
+    ),
     _of_gradients_in_turn(
         lambda s: s.zero.stage in (2, 3) and s.zero.reduce == "every_step",
         "{zero.reduce}",

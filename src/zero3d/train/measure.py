@@ -28,13 +28,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.account.transients import (
+    adds_to_shard,
     arriving_bytes,
-    coded_messages,
+    gathered_at_once,
     gradient_staging,
     master_scratch,
     record_scratch,
     reduction_of,
     ring_bytes,
+    sum_of_sources,
     sum_over_copies,
     sums_of_copies,
     whole_units,
@@ -43,7 +45,6 @@ from zero3d.blueprint.blueprint import Blueprint, BlueprintUnit
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.stages import LEAVING, WINDOW
 from zero3d.blueprint.unit import UnitPlan
-from zero3d.distributed.choice import PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
@@ -193,9 +194,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     """
     blueprint, device = engine.blueprint, engine.mesh.device.type
     policy, units = blueprint.policy, list(blueprint.units)
-    coded = [layout.total for _, plan, layout in units if plan.coded]
-    released = [(name, layout.total * plan.kind.dtype.itemsize) for name, plan, layout in units if not plan.whole]
-    full = whole_units(released, ahead=0 if len(coded) == len(released) else WINDOW)
+    full, messages = gathered_at_once(units, device)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
     passing, moving, adding, wider = dict[str, int](), 0, 0, 1
     for name, plan, layout in units:
@@ -219,7 +218,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         "gathered": full,
         "bucket": wider * local_gradients + tied + _to_host(blueprint) if passing else 0,
         "wire": ring
-        + (coded_messages(max(coded), device) if coded else 0)
+        + messages
         + max(
             WINDOW * moving + adding + bytes_over_copies(engine),
             master_scratch(masters, device, policy.splits),
@@ -286,14 +285,13 @@ def reduction_bytes(plan: UnitPlan, layout: UnitLayout, micro_batches: int) -> t
     """
     shard, master = layout.shard, plan.policy.master
     n, exact = plan.cut.size, plan.policy.exact
-    whole = layout.total * master.itemsize if plan.sources > 1 else 0  # sources are summed before they go
+    whole = sum_of_sources(plan, layout.total)
     tree = exact * whole * plan.sources.bit_length()
     if n == 1:
         return whole, exact * shard * master.itemsize + tree
-    adds = micro_batches > 1 and (plan.cut.algorithm == PAIRWISE or plan.policy.often)
-    how = reduction_of(plan, adds)
-    moving, terms = how.nbytes(shard), how.terms
-    deep = n.bit_length() if exact else int(terms and adds)
+    how = reduction_of(plan, micro_batches)
+    moving = how.nbytes(shard)
+    deep = n.bit_length() if exact else int(how.terms and adds_to_shard(plan, micro_batches))
     return whole + moving, deep * shard * master.itemsize + tree
 
 
