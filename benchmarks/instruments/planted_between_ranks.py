@@ -23,6 +23,7 @@ from zero3d.distributed.groups import new_group
 from zero3d.distributed.mesh import Mesh
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.hooks import Hooks
+from zero3d.zero.local_gradients import LocalGradients
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.weights import Weights
 
@@ -157,13 +158,12 @@ def stale_gradients() -> Iterator[None]:
     """Leave what a buffer held before in the place of gradients that did not come."""
 
     def filled(self: Any) -> None:
-        self._open()
         self.land()
-        for index, view in enumerate(self._views):
-            if index not in self._filled:
+        for index, view in enumerate(self.views):
+            if index not in self.filled:
                 view.fill_(1.0)
 
-    with mock.patch.object(Gradients, "fill_up", filled):
+    with mock.patch.object(LocalGradients, "fill_up", filled):
         yield
 
 
