@@ -120,8 +120,8 @@ class Zero:
         "which takes less device memory and gives them one order on all ranks; by default 2, and 1 on ROCm and where "
         "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1",
         bits=None,
-        keyword="process groups of an axis. 2: one for gathers, one for reductions, which then overlap; 1: one for both, "
-        "in one order on all ranks, and with less device memory: a unit is then reduced when backward has left its "
+        keyword="process groups of an axis. 2: one for gathers, one for reductions, which then overlap; 1: one for "
+        "both, in one order on all ranks, and with less device memory: a unit is then reduced when backward has left its "
         "modules, or at its end. None: 2, and 1 on ROCm and where the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, "
         "alike on all ranks. The same bits",
         in_plan=False,
