@@ -121,12 +121,12 @@ class Zero:
         "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1",
         bits=None,
         keyword="process groups of an axis. 2: one for gathers, one for reductions, which then overlap; 1: one for "
-        "both, in one order on all ranks, and with less device memory: a unit is then reduced when backward has left its "
-        "modules, or at its end. None: 2, and 1 on ROCm and where the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, "
-        "alike on all ranks. The same bits",
-        in_plan=False,
+        "both, in one order on all ranks, and with less device memory: a unit is then reduced when backward has left "
+        "its modules, or at its end. None: 2, and 1 on ROCm and where the environment has "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1, alike on all ranks. The same bits",
         least=1,
         most=2,
+        in_plan=False,
     )
     exact: bool = key(
         False,
