@@ -64,6 +64,7 @@ def test_all_phases_but_the_sums_of_terms_are_fewer_launches_than_fsdp2_s(stage3
     assert stage3.total - 8 * (32 + 3) <= count("fsdp2").total
 
 
+@pytest.mark.long
 def test_the_seconds_and_own_calls_of_a_step_are_told_by_phase():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
