@@ -153,7 +153,7 @@ class Options:
         """Return the options that an Engine's keywords are: all of `KEYWORDS`. Raises ConfigError."""
         places = {place: keywords[name] for name, place in KEYWORDS.items()}
         places["offload", ""] = spec.Offload.of(keywords["offload"])
-        return cls(**by_section(places, vars(cls())))
+        return cls(**by_section(places.items(), vars(cls())))
 
     @property
     def gather_budget(self) -> int | None:

@@ -11,7 +11,7 @@ optimizer.name       optimizer           optimizer              optimizer: it ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -113,11 +113,11 @@ def keywords(spec: type[Spec]) -> Keywords:
     return found
 
 
-def by_section(settings: Mapping[Place, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def by_section(settings: Iterable[tuple[Place, Any]], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by field: keys change the section that is given beside them, or else that of `now`."""
     found: dict[str, Any] = {}
     changed: dict[str, dict[str, Any]] = {}
-    for (name, key), value in settings.items():
+    for (name, key), value in settings:
         if key:
             changed.setdefault(name, {})[key] = value
         else:
@@ -125,26 +125,24 @@ def by_section(settings: Mapping[Place, Any], now: Mapping[str, Any]) -> dict[st
     return found | {name: replace(found.get(name, now[name]), **keys) for name, keys in changed.items()}
 
 
-def placed(settings: Mapping[str, Any], known: Keywords) -> dict[Place, Any]:
-    """Return the settings of a plan by their places.
+def placed(settings: Mapping[str, Any], known: Keywords) -> Iterator[tuple[Place, Any]]:
+    """Yield the settings of a plan, each with its place.
 
     settings  fields, sections whole, and keys of sections as keywords or as in a file
     known     `keywords`
 
     Raises ConfigError for what a plan does not have.
     """
-    found: dict[Place, Any] = {}
     for name, value in settings.items():
         if name in SECTIONS and isinstance(value, SECTIONS[name]):
-            found[name, ""] = value
+            yield (name, ""), value
             continue
         place = known[name] if name in known else _as_in_a_file(name, known)
         if not isinstance(value, (str, int, float)) and isinstance(value, Mapping):
             raise ConfigError(
                 f"{name}={short(value)!r} is a mapping: pass a zero3d.spec record, or each key by itself."
             )
-        found[place] = value
-    return found
+        yield place, value
 
 
 def _as_in_a_file(name: str, known: Keywords) -> Place:
