@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -96,16 +95,16 @@ def killed(url, folder, delay):
 
 
 def uploads_that_are_killed(url, saved):
-    """The steps that are found after each of twenty kills at moments that differ."""
+    """The steps that are found after each of twenty kills at moments that differ, the first of them at once."""
     first, second = saved
     upload(url, first)
     done, whole = killed(url, second, None)
     assert done
-    random, ends = Random(5), []
-    for _ in range(KILLS):
+    ends = []
+    for number in range(KILLS):
         Copies(url).prune(1, keep=1, best=None)
         assert list(Copies(url).look().steps) == [1]
-        done, _ = killed(url, second, random.uniform(0, whole))
+        done, _ = killed(url, second, whole * (number / KILLS) ** 2)
         place = located(url)
         assert examine(place).faults == []
         step = int(place.name.removeprefix("step-"))
