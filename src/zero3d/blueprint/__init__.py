@@ -1,4 +1,4 @@
-"""What every unit of a rank is, decided once, before anything is allocated: pure arithmetic, no torch.
+"""Decides what every unit of a rank is, once, before anything is allocated: pure arithmetic, no torch.
 
 layout       where each parameter lies in its unit, and where shards are cut
 stages       the stage table, and what it allows

@@ -1,4 +1,4 @@
-"""What `auto` in `offload` becomes: where states are, where gradients wait, who updates. Pure arithmetic, no torch.
+"""Chooses what `auto` in `offload` becomes: where states are, where gradients wait, who updates. No torch.
 
 An engine asks before its units are built, and a run that has a plan before that; they differ in what they know:
 

@@ -17,7 +17,7 @@ from zero3d.spec.sections import Spec
 
 
 class UnitFacts(NamedTuple):
-    """What is given of a unit.
+    """Gives the facts of a unit.
 
     parameters  (name, shape on this rank, optimizer group) in model order
     """
@@ -28,7 +28,7 @@ class UnitFacts(NamedTuple):
 
 
 class BlueprintUnit(NamedTuple):
-    """What a unit is, and where its parameters lie."""
+    """Holds a unit's plan and its layout."""
 
     name: str
     plan: UnitPlan
@@ -36,7 +36,7 @@ class BlueprintUnit(NamedTuple):
 
 
 class Blueprint(NamedTuple):
-    """What all units of a rank are.
+    """Says what all units of a rank are.
 
     plans    what each unit is, by its name
     layouts  where its parameters lie, and where shards are cut

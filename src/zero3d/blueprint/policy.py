@@ -1,4 +1,4 @@
-"""What all units of a run have in common: settings in which nothing is open any more, and the ranks that units meet.
+"""Settles what all units of a run have in common: settings without anything left open, and groups of ranks.
 
 settings                                                become
 zero.release, offload.params, zero.gather_wire, pp      `release`: every_use | every_step
@@ -46,7 +46,7 @@ class Group(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """How all units of a run behave: its settings, in which nothing is open any more.
+    """Says how all units of a run behave: its settings, without anything left open.
 
     row        of the stage table
     release    when gathered parameters are given back: every_use | every_step

@@ -1,4 +1,4 @@
-"""Where the elements of a unit that have a state lie on a rank, where not all have it. Pure integers, no torch.
+"""Finds which elements of a unit have an optimizer state on a rank, where not all of them do. Pure integers, no torch.
 
     what a rank updates    | norms, biases |       matrices        | padding |
     exp_avg, exp_avg_sq    |<- AdamW's  -->|
@@ -47,7 +47,7 @@ def span_of(pieces: Sequence[Piece], has: Has, elements: int, used: Fraction | i
 
 
 class Updated(NamedTuple):
-    """What a rank updates of a unit: so many elements of its storage, padding among them.
+    """Describes what a rank updates of a unit: so many elements of its storage, padding among them.
 
     used    parameters that these stand for
     pieces  of parameters that lie among them; none of a shard that is padding

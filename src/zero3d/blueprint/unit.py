@@ -1,4 +1,4 @@
-"""What one unit is on a rank: which row of the stage table it follows, what of it is kept, what travels.
+"""Decides what one unit is on a rank: which row of the stage table it follows, what of it is kept, what travels.
 
 weights                 kept whole       at stages 0 to 2; for a step; where one rank has all of the unit
                         in a shard       at stage 3, and whole from a gather to its release
@@ -19,7 +19,7 @@ from zero3d.spec.dtypes import Dtype
 
 
 class Kind(NamedTuple):
-    """What decides about a unit, its sizes apart.
+    """Describes the facts of a unit that decide about it; its sizes do not.
 
     dtype      of its weights
     trainable  they get gradients
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 
 class GradientPlan(NamedTuple):
-    """How a unit's gradients are kept and reduced.
+    """Says how a unit's gradients are kept and reduced.
 
     local     dtype in which they are taken from autograd
     travels   in which those of one backward reach their owner
@@ -58,7 +58,7 @@ class GradientPlan(NamedTuple):
 
 
 class UnitPlan(NamedTuple):
-    """What a unit is on each rank that has a shard of it.
+    """Says what a unit is on each rank that has a shard of it.
 
     row        of the stage table, which of experts may be another than the policy's
     ranks      among which units are shared out
