@@ -12,10 +12,10 @@ that tokens are sent to: each ep rank has some of them, whole on every tp rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zero3d.blueprint.layout import ALIGN, GROUP, Shape, UnitLayout
+from zero3d.blueprint.layout import ALIGN, GROUP, UnitLayout
 from zero3d.blueprint.unit import Kind, UnitPlan, decide
 from zero3d.blueprint.units import FoundUnit, Member, group_parameters, lay_out
 from zero3d.errors import ConfigError
@@ -38,6 +38,8 @@ class RankUnit(NamedTuple):
 
     name      as the engine names it
     owner     the module (or the root) whose parameters these are
+    names     of its parameters, by the number of the slot
+    layout    shared by units that are alike in all but names: its slots have numbers for names
     kind      what decides about it
     largest   elements of its largest parameter
     forms     numbers of slots that are matrices, and how each is seen
@@ -46,6 +48,7 @@ class RankUnit(NamedTuple):
 
     name: str
     owner: str
+    names: tuple[str, ...]
     layout: UnitLayout
     kind: Kind
     largest: int
@@ -65,7 +68,7 @@ class RankUnit(NamedTuple):
     @property
     def alike(self) -> tuple[Any, ...]:
         """Return what units have in common that are alike in all but names: the key of their bytes."""
-        return self.layout.shape, *self[3:]
+        return self.layout.shape, *self[4:]
 
     def plan(self, plan: ParallelPlan) -> UnitPlan:
         """Return what the unit is under a plan."""
@@ -159,6 +162,7 @@ def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel
 @lru_cache(maxsize=4096)
 def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
     """Build what all plans of these degrees, schedule and precision have alike, once."""
+    _check_cuts(model, plan.tp, plan.ep, plan.dispatches)
     chunks = chunks_of_rank(model, plan, pp_stage)
     units = {number: units_of(parts, plan) for number, parts in chunks.items()}
     part_units = {}
@@ -202,7 +206,7 @@ def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 
 
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
-    """Return the units that the engine makes of one chunk. Raises ConfigError where tp does not divide a weight."""
+    """Return the units that the engine makes of one chunk."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
     apart, precision = plan.dispatches, plan.precision
     members = [
@@ -227,34 +231,38 @@ def _kind(itemsize: int | None, trainable: bool, experts: bool, precision: str) 
 
 
 def _unit(found: FoundUnit[Weight], plan: ParallelPlan) -> RankUnit:
-    """Lay a unit out. Of experts each tp rank has the whole."""
-    weights, tp = found.parameters, 1 if found.kind.experts else plan.tp
-    shape_of = partial(_some_experts, ep=plan.ep) if found.kind.experts else partial(_slice, tp=tp)
-    local = [(weight.name, shape_of(weight), weight.group) for weight in weights]
+    weights = found.parameters
+    order, unit = _laid_out(tuple(weight.unnamed for weight in weights), found.kind, plan)
+    return unit._replace(name=found.name, owner=found.owner, names=tuple(weights[number].name for number in order))
+
+
+@lru_cache(maxsize=1 << 14)
+def _laid_out(weights: tuple[Weight, ...], kind: Kind, plan: ParallelPlan) -> tuple[list[int], RankUnit]:
+    """Return a unit without names, and the numbers of the weights in its slots. Of experts each tp rank has the whole.
+
+    Most blocks of a model differ in names alone.
+    """
+    tp = 1 if kind.experts else plan.tp
+    local = [
+        (str(number), weight.experts(plan.ep) if kind.experts else weight.local(tp), weight.group)
+        for number, weight in enumerate(weights)
+    ]
     block = ALIGN if OPTIMIZERS[plan.optimizer].coded else GROUP
-    layout = lay_out(local, found.kind, policy_of(plan), ranks_of(plan), block)
-    largest = max(slot.numel for slot in layout.slots)
-    return RankUnit(found.name, found.owner, layout, found.kind, largest, *_matrices(layout, weights, tp))
+    layout = lay_out(local, kind, policy_of(plan), ranks_of(plan), block)
+    order = [int(slot.name) for slot in layout.slots]
+    forms = tuple((slot, form) for slot, number in enumerate(order) if (form := weights[number].form) is not None)
+    degrees = tuple((slot, tp) for slot, _ in forms if weights[order[slot]].cut is not None)
+    return order, RankUnit("", "", (), layout, kind, max(slot.numel for slot in layout.slots), forms, degrees)
 
 
-def _some_experts(weight: Weight, ep: int) -> Shape:
-    check_experts(weight, ep)
-    return weight.shape[0] // ep, *weight.shape[1:]
-
-
-def _slice(weight: Weight, tp: int) -> Shape:
-    check_cut(weight, tp)
-    return weight.local(tp)
-
-
-def _matrices(
-    layout: UnitLayout, weights: Sequence[Weight], tp: int
-) -> tuple[tuple[tuple[int, Form], ...], tuple[tuple[int, int], ...]]:
-    """Return the forms of a unit's matrices by the number of the slot, and over how many tp ranks each is cut."""
-    by_name = {weight.name: weight for weight in weights}
-    slots = [(number, by_name[slot.name]) for number, slot in enumerate(layout.slots)]
-    forms = tuple((number, weight.form) for number, weight in slots if weight.form is not None)
-    return forms, tuple((number, tp) for number, weight in slots if weight.form is not None and weight.cut is not None)
+@lru_cache(maxsize=256)
+def _check_cuts(model: ModelSpec, tp: int, ep: int, dispatches: bool) -> None:
+    """Raise ConfigError where a degree does not divide a weight that it cuts."""
+    for weight in (weight for part in model.parts for unit in part.units for weight in unit.weights):
+        if weight.stacked and dispatches:
+            _check_experts(weight, ep)
+        else:
+            _check_cut(weight, tp)
 
 
 def dtype_of(width: int | None, precision: str) -> Dtype:
@@ -265,7 +273,7 @@ def dtype_of(width: int | None, precision: str) -> Dtype:
     return BY_WIDTH[width]
 
 
-def check_cut(weight: Weight, tp: int) -> None:
+def _check_cut(weight: Weight, tp: int) -> None:
     """Raise ConfigError where `tp` does not divide a weight."""
     if weight.cut is not None and weight.shape[weight.cut] % (weight.blocks * tp):
         size = weight.shape[weight.cut]
@@ -273,7 +281,7 @@ def check_cut(weight: Weight, tp: int) -> None:
         raise ConfigError(f"{parts} does not divide dimension {weight.cut} of {weight.name} {weight.shape}, {size}.")
 
 
-def check_experts(weight: Weight, ep: int) -> None:
+def _check_experts(weight: Weight, ep: int) -> None:
     """Raise ConfigError where `ep` does not divide a stack of experts."""
     if weight.shape[0] % ep:
         raise ConfigError(

@@ -29,9 +29,9 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
     for number, units in rank_model(model, plan, pp_stage).units.items():
         copies = _copies(chunks[number])
         for unit in units:
-            slots, matrices = unit.layout.slots, dict(unit.forms)
+            matrices = dict(unit.forms)
             pieces = unit.layout.pieces_of_copy(unit.layout.rank_of(dp_rank), dp_rank // plan.shard)
-            own = [piece for piece in pieces if slots[piece.slot].name not in copies]
+            own = [piece for piece in pieces if unit.names[piece.slot] not in copies]
             for piece in own:
                 trained = (1 + plan.averages) * wide + moment * states_of(plan.optimizer, piece.slot in matrices)
                 total += (piece.stop - piece.start) * (trained if unit.trainable else unit.itemsize)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -64,6 +64,19 @@ class Weight:
     form: Form | None = None
     matrix: tuple[int, ...] | None = None
 
+    def __hash__(self) -> int:
+        """Return the hash, computed once."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
+    def unnamed(self) -> Weight:
+        """Return one weight for all that differ from this one in names alone."""
+        return _one_of_equals(replace(self, name=""))
+
     @cached_property
     def numel(self) -> int:
         """Count the elements of the whole."""
@@ -74,6 +87,10 @@ class Weight:
         if self.cut is None or tp == 1:
             return self.shape
         return tuple(size // tp if i == self.cut else size for i, size in enumerate(self.shape))
+
+    def experts(self, ep: int) -> tuple[int, ...]:
+        """Return the shape on one of `ep` ranks, of what is stacked."""
+        return self.shape[0] // ep, *self.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -160,7 +177,10 @@ class Part:
         if self.kind != "block":
             return self._hash
         outer = self.units[0].name.partition("/")[0] if self.units else ""
-        units = [(unit.name.removeprefix(outer), unit.copy_of, *map(_unnamed, unit.weights)) for unit in self.units]
+        units = [
+            (unit.name.removeprefix(outer), unit.copy_of, *(weight.unnamed for weight in unit.weights))
+            for unit in self.units
+        ]
         return hash((tuple(units), self.operations, self.active, self.dispatched))
 
     @cached_property
@@ -174,8 +194,9 @@ class Part:
         return sum(weight.numel for unit in self.units for weight in unit.weights if weight.stacked)
 
 
-def _unnamed(weight: Weight) -> Weight:
-    return replace(weight, name="")
+@lru_cache(maxsize=4096)
+def _one_of_equals(weight: Weight) -> Weight:
+    return weight
 
 
 @dataclass(frozen=True)

@@ -240,10 +240,10 @@ def _partial_gradients(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:
     rank = rank_model(model, plan, stage)
     blocks = (part for parts in rank.chunks.values() for part in parts if part.kind == "block")
     partial = {w.name for part in blocks for unit in part.units for w in unit.weights if w.cut is None and w.trainable}
-    layouts = [unit.layout for units in rank.units.values() for unit in units]
     return sum(
         piece.stop - piece.start
-        for layout in layouts
-        for piece in layout.pieces(0)
-        if layout.slots[piece.slot].name in partial
+        for units in rank.units.values()
+        for unit in units
+        for piece in unit.layout.pieces(0)
+        if unit.names[piece.slot] in partial
     )

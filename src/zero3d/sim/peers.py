@@ -75,7 +75,7 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
             layout = unit.layout
             first = CANONICAL // mesh.shard if unit.kind.experts else 0  # cells of experts come later
             for piece in layout.pieces(layout.rank_of(mesh.place.dp)) if unit.trainable else ():
-                name = layout.slots[piece.slot].name
+                name = unit.names[piece.slot]
                 cells = layout.grid_cells(piece.offset, piece.stop - piece.start) if exact else [(0, 0, 0)]
                 if name in places:
                     cut = mesh.tp > 1 and weights[name].cut is not None and not unit.kind.experts
