@@ -6,7 +6,7 @@ import pytest
 from pipelines import SCHEDULES, build, engine_of, micro_batches
 
 import zero3d
-from zero3d.blueprint.stages import WINDOW
+from zero3d.distributed.unit_order import AHEAD
 from zero3d.errors import Zero3dError
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
@@ -53,7 +53,7 @@ def test_a_step_gathers_what_its_action_list_says(ranks, schedule):
         names = [name for units in chunks.values() for name in units.names]
         for release, ((ledger, actions), (shorter, fewer)) in steps_by_release.items():
             assert ledger == pipeline_gathers(actions, chunks, release)
-            assert sum((shorter - pipeline_gathers(fewer, chunks, release)).values()) <= WINDOW
+            assert sum((shorter - pipeline_gathers(fewer, chunks, release)).values()) <= AHEAD
         held, per_use = steps_by_release["every_step"][0][0], steps_by_release["every_use"][0][0]
         assert held == Counter(names)
         assert all(M <= per_use[name] <= uses * M for name in names)

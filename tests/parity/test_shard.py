@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import zero3d
 from zero3d.account.traffic import Levels, Moved, step_traffic
 from zero3d.activations.recomputation import recompute
-from zero3d.blueprint.stages import WINDOW
 from zero3d.checkpoint.state import state_pieces
 from zero3d.config import Lora
+from zero3d.distributed.unit_order import IN_FLIGHT
 from zero3d.engine.state import engine_state
 from zero3d.models.adapters import add_adapters
 from zero3d.models.open import Opened
@@ -227,8 +227,8 @@ def test_all_but_the_last_sums_over_copies_begin_before_the_last_reduction_of_th
         assert summed == reduced
         assert len(summed) == units
         before = last[: max(place for place, (what, _) in enumerate(last) if what == "reduce.issue")]
-        assert len([unit for what, unit in before if what == "reduce.join"]) == units - WINDOW
-        assert len([unit for what, unit in before if what == "copies.join"]) == units - 2 * WINDOW
+        assert len([unit for what, unit in before if what == "reduce.join"]) == units - IN_FLIGHT
+        assert len([unit for what, unit in before if what == "copies.join"]) == units - 2 * IN_FLIGHT
 
 
 # --- bits -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from training import save_model, save_rows, told, tree
 import zero3d
 from zero3d.account.traffic import step_traffic
 from zero3d.activations.recomputation import recompute
-from zero3d.blueprint.stages import WINDOW
+from zero3d.distributed.unit_order import AHEAD
 from zero3d.zero.tokens import count_gathers
 
 
@@ -143,7 +143,7 @@ def test_no_more_than_a_tile_and_the_window_is_gathered_and_all_is_as_the_formul
         once = ("embed.tiles.0", "embed.tiles.1", "head.tiles.1")  # no backward needs it, and it begins with the last
         block = {name: 3 if again and not name.endswith("down.tiles.1") else 2 for name in tiles if "layers" in name}
         assert tiles == block | dict.fromkeys(once, 1) | {"head.tiles.0": 2}
-        assert peak <= UNIT + UNIT + (1 + again + WINDOW) * BUDGET  # root, rest of a block, in use, ahead
+        assert peak <= UNIT + UNIT + (1 + again + AHEAD) * BUDGET  # root, rest of a block, in use, ahead
 
 
 PLACES = ((0, None), (1, None), (2, {"optimizer": "host"}), (3, None), (3, {"optimizer": "host", "params": "host"}))

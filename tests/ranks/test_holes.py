@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.blueprint.stages import WINDOW
+from zero3d.distributed.unit_order import AHEAD
 
 BLOCKS, WIDTH, STEPS = 10, 96, 2
-assert BLOCKS > 2 * WINDOW + 2, "so that ranks would wait for each other"
+assert BLOCKS > 2 * AHEAD + 2, "so that ranks would wait for each other"
 PARAMETERS = "offload of parameters"
 WAYS = {  # of training: options of an engine, and what is done with the model
     "plain": ({}, None),
@@ -239,7 +239,7 @@ def test_a_rank_with_a_hole_begins_everything_where_others_begin_it(way, options
     assert with_hole == whole
     last_gather = max(place for place, (what, _) in enumerate(whole) if what == "gather.issue")
     reduced = [unit for what, unit in whole[:last_gather] if what == "reduce.issue"]
-    blocks = [f"blocks.{number}" for number in reversed(range(2 * WINDOW, BLOCKS))]
+    blocks = [f"blocks.{number}" for number in reversed(range(2 * AHEAD, BLOCKS))]
     assert [unit for unit in reduced if unit in blocks] == blocks
 
 

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3d
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.axis import Axis, Pending
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.unit_order import IN_FLIGHT
 from zero3d.memory.arena import Arena
 from zero3d.spec.offload import Offload
 from zero3d.zero.gradients import Gradients
@@ -191,7 +191,7 @@ def test_units_are_reduced_while_the_backward_goes_on_and_two_at_a_time(stage):
         assert [what for what, _ in log].count("reduce.issue") == len(engine.units) == 6
         assert [unit for what, unit in log if what == "reduce.issue"][-1] == "root"
         under_way = list(accumulate(1 if what == "reduce.issue" else -1 for what, _ in log))
-        assert (max(under_way), under_way[-1]) == (WINDOW, 0)
+        assert (max(under_way), under_way[-1]) == (IN_FLIGHT, 0)
         assert engine.step().applied
     for seen in before_embedding:
         assert [unit for what, unit in seen if what == "reduce.issue"][:3] == ["head", "layers.2", "layers.1"]

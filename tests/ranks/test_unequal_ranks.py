@@ -91,9 +91,9 @@ def holes(cases, plant=None, options=None, depth=10):
 def test_the_chains_are_deeper_than_what_runs_ahead_hides():
     from instruments import unequal
 
-    from zero3d.blueprint.stages import WINDOW
+    from zero3d.distributed.unit_order import AHEAD
 
-    assert unequal.DEPTH > 2 * WINDOW + 2
+    assert unequal.DEPTH > 2 * AHEAD + 2
 
 
 SOME = [None, (5, 0, (0,)), (3, 1, (1,))]

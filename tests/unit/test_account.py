@@ -27,9 +27,9 @@ from zero3d.account.transients import (
 )
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.policy import Policy
-from zero3d.blueprint.stages import WINDOW
 from zero3d.blueprint.state_spans import Span, Updated
 from zero3d.distributed.choice import NATIVE, PAIRWISE
+from zero3d.distributed.unit_order import AHEAD
 from zero3d.memory.scratch import update_bucket
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
@@ -178,7 +178,7 @@ def test_units_in_blocks_are_messages_until_they_are_used_and_none_comes_ahead()
         return gathered_at_once([(name, unit_plan(3, **settings), layout) for name in names], "cpu")
 
     each = 2 * layout.total
-    assert gathered("a", "b") == (2 * each + WINDOW * each, 0)
+    assert gathered("a", "b") == (2 * each + AHEAD * each, 0)
     assert gathered("a", "b", gather_wire="int8") == (2 * each, coded_messages(layout.total, "cpu"))
     assert gathered("a", release="every_step") == (0, 0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero3d.blueprint.stages import WINDOW
+from zero3d.distributed.unit_order import AHEAD
 from zero3d.memory.arena import Arena
 from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.streams import SideStream
@@ -94,17 +94,17 @@ class Model:
 
 
 ALONE = [f"gather {name} join {name} free {name}" for name in "abcd"]
-AHEAD = [
+RAN_AHEAD = [
     "gather a gather b gather c join a free a", "gather d join b free b", "join c free c", "join d free d", "",
 ]  # fmt: skip
 
 
 def test_the_order_of_one_micro_batch_is_gathered_a_window_ahead_in_the_next():
-    assert WINDOW == 2
+    assert AHEAD == 2
     model = Model()
     assert model.micro_batch("abcd") == [*ALONE, ""]
     for _ in range(3):
-        assert model.micro_batch("abcd") == AHEAD
+        assert model.micro_batch("abcd") == RAN_AHEAD
 
 
 def test_another_order_finds_its_place_in_the_plan_again_and_is_the_next_one():
@@ -139,8 +139,8 @@ def test_what_the_plan_does_not_have_is_gathered_alone_and_the_plan_waits_for_it
 def test_a_first_micro_batch_follows_what_is_expected():
     model = Model()
     model.gathers.training.expect([model.units[name] for name in "abcd"])
-    assert model.micro_batch("abcdcba") == [*AHEAD[:4], "gather c join c free c", *ALONE[1::-1], ""]
-    assert model.micro_batch("ad") == [AHEAD[0], "gather d join d free d", "join b free b join c free c"]
+    assert model.micro_batch("abcdcba") == [*RAN_AHEAD[:4], "gather c join c free c", *ALONE[1::-1], ""]
+    assert model.micro_batch("ad") == [RAN_AHEAD[0], "gather d join d free d", "join b free b join c free c"]
     assert model.micro_batch("ad") == ["gather a gather d join a free a", "join d free d", ""]
 
 
@@ -149,7 +149,7 @@ def test_a_forward_without_grad_has_a_plan_of_its_own_and_the_micro_batch_around
     for _ in range(2):
         model.micro_batch("abc")
     model.gathers.begin()
-    assert model.use("a") == AHEAD[0]
+    assert model.use("a") == RAN_AHEAD[0]
 
     def forward(names):
         model.gathers.begin_forward(order)
@@ -173,7 +173,7 @@ def test_a_shorter_micro_batch_leaves_nothing_gathered_whose_weights_a_step_woul
     assert model.micro_batch("a")[-1] == "join b free b join c free c"
     assert model.states() == {}
     assert model.micro_batch("abcd") == ["gather a join a free a", *ALONE[1:], ""]
-    assert model.micro_batch("abcd") == AHEAD
+    assert model.micro_batch("abcd") == RAN_AHEAD
 
 
 def test_a_micro_batch_that_gathers_nothing_forgets_no_plan():

@@ -2,8 +2,6 @@
 
 import pytest
 
-from zero3d.blueprint.layout import ROOT
-from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed import order_log
 from zero3d.distributed.order_log import (
     GATHERS,
@@ -20,6 +18,7 @@ from zero3d.distributed.order_log import (
     Wait,
     find_disagreement,
 )
+from zero3d.distributed.unit_order import AHEAD
 
 DP = {"dp": [0, 1]}
 
@@ -122,9 +121,8 @@ def test_ranks_that_run_more_forwards_in_a_step_are_told_so():
     assert "ranks 1, 3 begin one more forward, where ranks 0, 2 are at an exchange" in said(ends, more, ends, more)
 
 
-def test_what_texts_say_of_units_is_so():
-    assert (order_log.ROOT, order_log.AHEAD) == (ROOT, WINDOW)
-    assert f"; units are gathered up to {WINDOW} ahead of their use)" in said(post("g a"), post("g b"))
+def test_of_gathers_it_is_said_how_many_run_ahead():
+    assert f"; units are gathered up to {AHEAD} ahead of their use)" in said(post("g a"), post("g b"))
     assert "ahead of their use" not in said(post("r a"), post("r b"))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
-from zero3d.blueprint.stages import WINDOW
+from zero3d.distributed.unit_order import AHEAD
 from zero3d.zero.tokens import count_gathers
 from zero3d.zero.weights import is_placeholder
 
@@ -337,7 +337,7 @@ def test_gathered_peak_over_frozen_blocks_is_two_units_and_the_window():
         engine.step()
     size = {unit.name: unit.layout.total * unit.dtype.itemsize for unit in engine.units}
     block = sum(size[name] for name in size if name.startswith("layers.0/"))  # a frozen and a trainable unit
-    assert engine.arena.peak("gathered") <= 2 * block + WINDOW * max(size.values()) + size["root"]
+    assert engine.arena.peak("gathered") <= 2 * block + AHEAD * max(size.values()) + size["root"]
 
 
 def test_outputs_that_need_no_grad_release_their_unit(poison):

@@ -1,15 +1,15 @@
 """Bytes of buffers that come and go in a step: whole units, reductions, records on their way, scratch. No torch.
 
 whole units    stage 3's gathered weights, local gradients: the root's units all the time, blocks' at a hand-over,
-               WINDOW on their way
+               and those on their way
 a reduction    what is received, and gradients that are cast to go, in slots of a shard each
 
                sums by the backend    1 slot, or none where a sum lands where it stays
                terms of 16 bits       a slot for each rank, added up by their owner
                a cast                 a slot for each rank, where gradients travel in another dtype than they have
 
-messages       of units that are gathered in blocks of 8 bits: one is decoded, WINDOW on their way
-copies         of shards, over which a step's sums are taken: terms of WINDOW shards on their way, one being added up
+messages       of units that are gathered in blocks of 8 bits: one is decoded, AHEAD on their way
+copies         of shards, over which a step's sums are taken: terms of IN_FLIGHT shards on their way, one being added up
 records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
 scratch        fp32 of what an update or a cast works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
@@ -22,11 +22,10 @@ from typing import NamedTuple
 
 from zero3d.account.states import FP32
 from zero3d.blueprint.blueprint import BlueprintUnit
-from zero3d.blueprint.layout import ROOT
-from zero3d.blueprint.stages import LEAVING, WINDOW
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
 from zero3d.distributed.choice import PAIRWISE
+from zero3d.distributed.unit_order import AHEAD, IN_FLIGHT, LEAVING, ROOT
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_bucket, update_scratch
 from zero3d.spec.tiers import HOST
@@ -37,13 +36,13 @@ STAGED = 2  # buckets' gradients on the device that are kept on the host: one is
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
-def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2, ahead: int = WINDOW) -> int:
+def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2, under_way: int = IN_FLIGHT) -> int:
     """Return an upper bound of the bytes of units that are whole at the same time, from the name and bytes of each.
 
     A block's units, of several dtypes or frozen and trained, are used together.
 
-    at_once  blocks in use, or filling, at a hand-over
-    ahead    units that are on their way; none are whole where what travels is decoded when it is used
+    at_once    blocks in use, or filling, at a hand-over
+    under_way  units that are on their way; none are whole where what travels is decoded when it is used
 
     >>> whole_units([("root", 1), ("a", 10), ("a/frozen", 15), ("b", 20)])
     91
@@ -55,7 +54,7 @@ def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2, ahead: int =
         owners[owner] = owners.get(owner, 0) + size
         largest = max(largest, size if owner != ROOT else 0)
     root = owners.pop(ROOT, 0)
-    return root + at_once * max(owners.values(), default=0) + ahead * largest
+    return root + at_once * max(owners.values(), default=0) + under_way * largest
 
 
 def coded_messages(elements: int, device: str) -> int:
@@ -63,7 +62,7 @@ def coded_messages(elements: int, device: str) -> int:
 
     elements  of the largest unit, padding among them
     """
-    return (1 + WINDOW) * message_bytes(elements, CODE_BITS) + FP32 * coding_scratch(elements, device)
+    return (1 + AHEAD) * message_bytes(elements, CODE_BITS) + FP32 * coding_scratch(elements, device)
 
 
 class Reduction(NamedTuple):
@@ -123,8 +122,8 @@ def gathered_at_once(units: Iterable[BlueprintUnit], device: str) -> tuple[int, 
     released = [(name, plan, layout.total) for name, plan, layout in units if not plan.whole]
     coded = [elements for _, plan, elements in released if plan.coded]
     sizes = [(name, elements * plan.kind.dtype.itemsize) for name, plan, elements in released]
-    ahead = 0 if len(coded) == len(sizes) else WINDOW  # what travels in blocks is whole when it is used
-    return whole_units(sizes, ahead=ahead), coded_messages(max(coded), device) if coded else 0
+    ahead = 0 if len(coded) == len(sizes) else AHEAD  # what travels in blocks is whole when it is used
+    return whole_units(sizes, under_way=ahead), coded_messages(max(coded), device) if coded else 0
 
 
 def sum_over_copies(unit: UnitPlan) -> CopySum:
@@ -177,7 +176,8 @@ def sums_of_copies(shards: Sequence[int], how: CopySum, device: str) -> int:
     if how.ranks == 1:
         return 0
     longest = sorted(shards, reverse=True)
-    return sum(map(how.held, longest[:WINDOW])) + max((how.adding(shard, device) for shard in longest[:1]), default=0)
+    adding = max((how.adding(shard, device) for shard in longest[:1]), default=0)
+    return sum(map(how.held, longest[:IN_FLIGHT])) + adding
 
 
 def ring_bytes(longest: int) -> int:
@@ -204,7 +204,7 @@ def arriving_bytes(shards: Sequence[int], held: int, wide: int) -> int:
     The last ones are under way, with what is added to them in the dtype that the host has; those before are leaving.
     """
     narrow = held if held < wide else 0
-    under_way, leaving = shards[-WINDOW:], shards[-WINDOW - LEAVING : -WINDOW]
+    under_way, leaving = shards[-IN_FLIGHT:], shards[-IN_FLIGHT - LEAVING : -IN_FLIGHT]
     return sum(under_way) * (wide + narrow) + sum(leaving) * (narrow or wide)
 
 

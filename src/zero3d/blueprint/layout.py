@@ -33,7 +33,6 @@ from typing import NamedTuple
 ALIGN = 256
 CANONICAL = 64
 GROUP = 16  # elements: no shard has a part of such a group
-ROOT = "root"  # the unit of all that no block, embedding or head owns
 
 Shape = tuple[int, ...]
 

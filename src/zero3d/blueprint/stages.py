@@ -42,9 +42,6 @@ STAGES = (
     Stage(3, True, True, True),
 )
 
-WINDOW = 2  # gathers that run ahead of their use, and reductions in flight: both cost a unit's memory
-LEAVING = 1  # reduced shards on their way to the host: each costs its memory
-
 
 def stage_row(number: int) -> Stage:
     """Return the row of the table. Raises ConfigError, which names the choices."""

@@ -13,6 +13,7 @@ collectives   the collectives of the core over one axis
 shared_buffer a receive buffer of one rank that others of its host write into
 block_codec   values in blocks of 256 as whole numbers with a scale; block_bytes: what they take (no torch)
 coded_sums    sums over slow links, of terms in a narrow form
+unit_order    how units pass in one order: the first one, and how many are on their way at once (no torch)
 order_log     what each rank has begun, in order, and the proof that ranks can never meet (no torch)
 order_watch   a thread that looks for that proof when nothing moves, and ends the waits
 own_calls     collectives of the program's own in which a rank waits for one that waits in a call of ours

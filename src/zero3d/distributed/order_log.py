@@ -24,6 +24,8 @@ from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
+from zero3d.distributed.unit_order import AHEAD, ROOT
+
 GATHERS, REDUCTIONS = "gathers", "reductions"
 SEQUENCES_OF = {"all_gather": (GATHERS,), "exchange": (GATHERS, REDUCTIONS)}
 KEPT = 1 << 14  # operations of a sequence: those of a step of 80 units and 64 micro-batches
@@ -33,8 +35,6 @@ NAMED = 4  # ranks in a text
 COLLECTIVE = frozenset(
     ("all_gather", "reduce_scatter", "all_reduce", "all_reduced", "all_to_all", "pass_rows", "exchange", "broadcast")
 ) | {"barrier", "warm-up"}
-ROOT = "root"  # the unit that a forward begins with
-AHEAD = 2  # gathers that may run ahead of their use: blueprint/stages.py, WINDOW
 NEVER_MEET = "ranks do not run the same units and wait for each other for ever"
 LEFT_OUT = (
     "Some ranks have left out more steps than others after a backward ({}): decide that by the gradient norm "

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.unit import Kind
 from zero3d.blueprint.units import Member, group_parameters
+from zero3d.distributed.unit_order import ROOT
 from zero3d.errors import ConfigError
 from zero3d.models.placeholders import Placeholder, kind_of
 from zero3d.models.tiles import LookupTile, RowTile

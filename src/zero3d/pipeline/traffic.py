@@ -44,7 +44,7 @@ def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]
     under gpipe (F0 .. F3 B0 .. B3) 2M - 1 times.
 
     True from the second step of so many micro-batches on: one whose order differs from the step's before it
-    may gather up to WINDOW units more, ahead of a use that does not come (zero/gathers.py).
+    may gather up to AHEAD units more, ahead of a use that does not come (zero/gathers.py).
     """
     met: Counter[tuple[int | None, str, int]] = Counter()  # the chunk whose last units are there, the action, its chunk
     there: int | None = None

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, state_width, states_by_slot
 from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
-from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.places import UnitStates, placed_records
 from zero3d.blueprint.state_spans import Has, Span, Updated
+from zero3d.distributed.unit_order import ROOT
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.pipeline.schedules import Schedule

@@ -12,8 +12,8 @@ inputs       of recomputed blocks on their way to the host behind a forward, and
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
 dp           gradients out, parameters in, of experts over those ranks that have the same ones; at stage 3 per unit and
              micro-batch; what backward does not hide. Sums over copies of shards, which the last backward of a step
-             hides but for the last WINDOW units' (in pipelines and exact mode nothing does), and the passes over memory
-             in which blocks are decoded
+             hides but for the last IN_FLIGHT units' (in pipelines and exact mode nothing does), and the passes over
+             memory in which blocks are decoded
 optimizer    bytes of states read and written, by the card's memory; Muon's products, or what it sends if that is slower
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
              gathers and gradients that leave the device, beyond all computation (tier_time.py)
@@ -35,10 +35,10 @@ from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import gathered_width
 from zero3d.account.transients import reduction_of, sum_over_copies
 from zero3d.activations.policy import Policy
-from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
+from zero3d.distributed.unit_order import IN_FLIGHT
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.decided import algorithm_on, policy_of, policy_of_others, usual_unit
@@ -427,7 +427,7 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
     elif plan.pp == 1 and not policy.exact:
-        last = copies * min(1.0, WINDOW / units)
+        last = copies * min(1.0, IN_FLIGHT / units)
         copies = last + _exposed(copies - last, backward / plan.accumulate, pace.hide_dp)
     if row.shards_parameters:
         width = block_bytes(CODE_BITS) / BLOCK if policy.coded else known.width

@@ -34,8 +34,8 @@ from functools import lru_cache
 from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import Levels, Moved, UnitTraffic, node_traffic, step_traffic, traffic_of
 from zero3d.activations.policy import Policy
-from zero3d.blueprint.layout import ROOT
 from zero3d.distributed.degrees import EXPERT_SHARD
+from zero3d.distributed.unit_order import ROOT
 from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic

@@ -1,13 +1,13 @@
 """Transient buffers of units, as the engine has them in one backward. No torch.
 
-    gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it; in blocks
+    gathered   stage 3, released after every use: the root, the unit in use, and AHEAD gathered ahead of it; in blocks
                of 8 bits these are messages, on the wire
-    bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
-               reduced, of those that are reduced last (root and tied units); in the dtype in which they travel. Shards
-               that go to the host come here first
-    wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and what arrives: in 16 bits
-               the terms of all ranks; else a shard, if it is added to what is there or of another dtype. Behind them
-               WINDOW sums over copies of shards, without a pipeline
+    bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of IN_FLIGHT
+               being reduced, of those that are reduced last (root and tied units); in the dtype in which they travel.
+               Shards that go to the host come here first
+    wire       IN_FLIGHT reductions: the gradients as they travel, if that is another dtype, and what arrives: in 16
+               bits the terms of all ranks; else a shard, if it is added to what is there or of another dtype. Behind
+               them IN_FLIGHT sums over copies of shards, without a pipeline
 
 The order is that of the second micro-batch on: head, last block, .. first block. `zero/gathers.py` has the engine's.
 """
@@ -27,10 +27,9 @@ from zero3d.account.transients import (
     sum_over_copies,
     sums_of_copies,
 )
-from zero3d.blueprint.layout import ROOT
-from zero3d.blueprint.stages import WINDOW
 from zero3d.blueprint.unit import Kind
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
+from zero3d.distributed.unit_order import AHEAD, IN_FLIGHT, ROOT
 from zero3d.plan.decided import policy_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
@@ -96,14 +95,14 @@ class _Chunk:
 
     def _near(self, at: int) -> tuple[int, ...]:
         """Return what the buffers of a turn depend on: its place where that counts, and the units around it."""
-        units = [unit for turn in self.turns[at : at + 1 + WINDOW] for unit in turn]
+        units = [unit for turn in self.turns[at : at + 1 + AHEAD] for unit in turn]
         place = at == 0, at == len(self.turns) - 1, len(self.turns[at])
         reduced = self.passed[at] if self.policy.gradients else 0
         return *place, reduced, *map(id, units), -1, *map(id, self._moving(at)), -1, *map(id, self._summing(at))
 
     def _moving(self, at: int) -> list[RankUnit]:
         """Return the units whose reductions are under way in a turn."""
-        return self.early[max(0, self.passed[at] - WINDOW) : self.passed[at]]
+        return self.early[max(0, self.passed[at] - IN_FLIGHT) : self.passed[at]]
 
     def _summing(self, at: int) -> list[RankUnit]:
         """Return the units whose shards are being summed over copies in a turn of a step's last backward."""
@@ -119,7 +118,7 @@ class _Chunk:
         gathered = bucket = messages = 0.0
         if self.policy.gathers:
             using = late if at == 0 else roots
-            ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if not unit.plan(plan).whole]
+            ahead = [unit for units in turns[at + 1 : at + 1 + AHEAD] for unit in units if not unit.plan(plan).whole]
             shown = [unit for unit in (*using, *turns[at]) if not unit.plan(plan).whole]
             messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if unit.plan(plan).coded)
             whole = [unit for unit in ahead if not unit.plan(plan).coded]
@@ -138,7 +137,7 @@ class _Chunk:
         """Return the buffers at the end of the backward, when what is left is reduced."""
         plan, late = self.plan, [unit for unit in self.late if unit.trainable]
         reduced = [*self.early, *late]
-        moving = reduced[-WINDOW:]
+        moving = reduced[-IN_FLIGHT:]
         bucket = 0.0
         if self.policy.often or self.policy.exact:
             filled = [*moving[: max(0, len(moving) - len(late))], *late]
@@ -176,7 +175,7 @@ def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
 
 def _behind(reduced: Sequence[RankUnit]) -> list[RankUnit]:
     """Return the units whose sums over copies are under way behind the last of these reductions."""
-    return list(reduced[-2 * WINDOW : -WINDOW])
+    return list(reduced[-2 * IN_FLIGHT : -IN_FLIGHT])
 
 
 def _sums_in_backward(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
@@ -212,5 +211,5 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan) -> float:
         return summed
     if of.policy.exact:  # what arrives, and shards of sums in the tree
         arrives = Reduction(n - 1, of.gradients.travels.itemsize, casts=False, terms=True, lands=False).nbytes(shard)
-        return summed + arrives + shard * wide * n.bit_length() / WINDOW
+        return summed + arrives + shard * wide * n.bit_length() / IN_FLIGHT
     return summed + reduction_of(of, plan.accumulate).nbytes(shard)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3d.blueprint.layout import ROOT
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.unit_order import ROOT
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.bases import language_model

@@ -43,8 +43,8 @@ from zero3d.account.transients import (
 )
 from zero3d.blueprint.blueprint import Blueprint, BlueprintUnit
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.stages import LEAVING, WINDOW
 from zero3d.blueprint.unit import UnitPlan
+from zero3d.distributed.unit_order import IN_FLIGHT, LEAVING
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
@@ -184,10 +184,10 @@ def _in_records(engine: Engine) -> Iterator[torch.dtype]:
 def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     """Return upper bounds of temporary buffers, in bytes.
 
-    gathered  stage 3, more ranks than one: the root all the time, two blocks at a hand-over, WINDOW units ahead
-    bucket    stages 2, 3, more ranks than one: the root's gradients all the time, two units filling, WINDOW being
+    gathered  stage 3, more ranks than one: the root all the time, two blocks at a hand-over, AHEAD units ahead
+    bucket    stages 2, 3, more ranks than one: the root's gradients all the time, two units filling, IN_FLIGHT being
               reduced; parts of tied parameters' gradients are summed in the reduced dtype
-    wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up, and
+    wire      gathers in blocks of 8 bits. IN_FLIGHT reductions (`reduction_bytes`), of which one is being added up, and
               sums of shards over their copies behind them. Scratch in which masters are cast, those in halves updated,
               or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
@@ -220,7 +220,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         "wire": ring
         + messages
         + max(
-            WINDOW * moving + adding + bytes_over_copies(engine),
+            IN_FLIGHT * moving + adding + bytes_over_copies(engine),
             master_scratch(masters, device, policy.splits),
             update,
             *(feature.scratch for feature in engine.features),
@@ -248,8 +248,8 @@ def _to_host(blueprint: Blueprint) -> int:
     if not policy.gradients:
         return 0
     longest, held = max(unit.layout.shard for unit in _trained(blueprint)), policy.held.itemsize
-    sums = WINDOW * held * longest if blueprint.ranks.copies.size > 1 else 0
-    return arriving_bytes((WINDOW + LEAVING) * [longest], held, policy.master.itemsize) + sums
+    sums = IN_FLIGHT * held * longest if blueprint.ranks.copies.size > 1 else 0
+    return arriving_bytes((IN_FLIGHT + LEAVING) * [longest], held, policy.master.itemsize) + sums
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:

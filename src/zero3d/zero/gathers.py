@@ -1,7 +1,7 @@
 """When units are gathered: tokens per unit, a recorded order, a bounded window ahead of it.
 
 A unit is gathered when its users go from none to one and released when the last one leaves. The
-order of one micro-batch is recorded and, in the next, up to WINDOW gathers run ahead of it; in a
+order of one micro-batch is recorded and, in the next, up to AHEAD gathers run ahead of it; in a
 pipeline that of a whole step, whose micro-batches follow each other in a fixed but uneven order.
 Forwards without grad have a record of their own. Before there is one, the layout's order stands for it, in a forward;
 the first backward gathers nothing ahead.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zero3d.blueprint.stages import WINDOW
+from zero3d.distributed.unit_order import AHEAD
 from zero3d.errors import ConfigError
 from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
@@ -77,7 +77,7 @@ class Order:
         if unit not in self._plan[self._place :]:
             return []
         self._place = self._plan.index(unit, self._place) + 1
-        return self._plan[self._place : self._place + WINDOW + 1]
+        return self._plan[self._place : self._place + AHEAD + 1]
 
 
 class Gathers:
@@ -225,11 +225,11 @@ class Gathers:
                 unit.weights.gather(exactly)
 
     def _look_ahead(self, planned: Sequence[Unit]) -> None:
-        for unit in planned[WINDOW:]:
+        for unit in planned[AHEAD:]:
             if unit.weights.state is State.SHARDED:
                 unit.weights.place.ahead()
-        for unit in planned[:WINDOW]:
-            if len(self._ahead) >= WINDOW:
+        for unit in planned[:AHEAD]:
+            if len(self._ahead) >= AHEAD:
                 return
             if unit.weights.state is State.SHARDED and unit not in self._on_first:
                 self._issue(unit)

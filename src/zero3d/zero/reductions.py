@@ -6,12 +6,12 @@ for before a gather for which it waits in turn.
 
 Complete units are reduced in one order, the same on all ranks without communication: reverse
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
-those before it. At most WINDOW are in flight.
+those before it. At most IN_FLIGHT are in flight.
 
-Shards of which others have copies are summed over these in that order, too, at most WINDOW at a time: each from when
-its reduction in the step's last backward is over, or at the boundary where no such backward was told of. The last
-WINDOW are waited for at the end of that backward. Gradients that come behind it are reduced and summed by themselves,
-and added (gradient_shards.py, Note 3).
+Shards of which others have copies are summed over these in that order, too, at most IN_FLIGHT at a time: each from when
+its reduction in the step's last backward is over, or at the boundary where no such backward was told of. The last ones
+are waited for at the end of that backward. Gradients that come behind it are reduced and summed by themselves, and
+added (gradient_shards.py, Note 3).
 
 At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
@@ -36,8 +36,8 @@ from typing import Protocol
 
 import torch
 
-from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.axis import Pending
+from zero3d.distributed.unit_order import IN_FLIGHT
 from zero3d.errors import ConfigError
 from zero3d.zero.arrivals import Arrivals
 from zero3d.zero.streams import SideStream
@@ -219,7 +219,7 @@ class Reductions:
                 unit.gradients.add_up()
 
     def _make_room(self) -> None:
-        while len(self._in_flight) >= WINDOW:
+        while len(self._in_flight) >= IN_FLIGHT:
             self._finish_oldest()
 
     def _finish(self, unit: Unit) -> None:
@@ -293,7 +293,7 @@ class Reductions:
     def _sum_copies(self, unit: Unit) -> None:
         """Start summing a unit's shard over the ranks that have copies of it, unless it is that sum."""
         if unit.gradients.differs_on_copies:
-            self._finish_sums(WINDOW - 1)
+            self._finish_sums(IN_FLIGHT - 1)
             with self._across.issue(unit.name):
                 summed = unit.gradients.sum_copies(0 if self.applied is None else self.applied())
             self._over_copies.append((unit, summed))

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero3d.blueprint.stages import LEAVING
 from zero3d.distributed.axis import Pending
+from zero3d.distributed.unit_order import LEAVING
 from zero3d.memory.arena import Arena, GivenBack
 from zero3d.memory.threads import Threads
 
