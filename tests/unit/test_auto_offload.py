@@ -26,8 +26,10 @@ from zero3d.engine import auto_offload, foundation
 from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
 from zero3d.engine.foundation import update_threads
 from zero3d.offload.host_adam import scratch_bytes
+from zero3d.offload.states import StateKinds
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import MOMENTS
 from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
 
@@ -312,6 +314,11 @@ class Alone:
 RATES = MeasuredRates(25e9, 24e9, 40e9, 2e9)  # 12 bytes of states take 0.6 ns on the device, 0.74 on the host
 
 
+def kinds_of(kind, fused=True):
+    """An optimizer of this class that keeps two moments in fp32."""
+    return StateKinds(kind, fused, dict.fromkeys(MOMENTS, torch.float32), [])
+
+
 def chosen(device, on_host=True, split=False, rates=RATES, **offload):
     """Who updates on this kind of device, in bf16, and why."""
     base = SimpleNamespace(
@@ -321,7 +328,7 @@ def chosen(device, on_host=True, split=False, rates=RATES, **offload):
         mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8, device=torch.device("cpu")),
         precision=SimpleNamespace(dtype=torch.bfloat16),
     )
-    return decide_executor(base, on_host, 8, lambda: rates)
+    return decide_executor(base, kinds_of(torch.optim.AdamW, on_host), lambda: rates)
 
 
 def test_on_a_cpu_the_host_updates_what_it_has_the_bits_of():
@@ -372,8 +379,24 @@ def test_all_ranks_choose_by_the_slowest_rates_of_any(ranks):
 
 def test_an_executor_that_was_asked_for_stays_and_none_is_needed_for_what_stays():
     for asked in ("device", "host"):
-        assert chosen("cpu", on_host=asked == "device", executor=asked) == (asked, "")
+        assert chosen("cpu", executor=asked) == (asked, "")
         assert chosen("cpu", executor=asked, optimizer="none") == ("device", "")
+    assert chosen("cpu", on_host=False, executor="device") == ("device", "")
+
+
+def test_a_class_of_ones_own_is_not_torchs_of_the_same_name():
+    own = type("AdamW", (torch.optim.AdamW,), {})
+    assert (kinds_of(torch.optim.AdamW).on_host, kinds_of(own).on_host) == (True, False)
+
+
+def test_an_executor_that_was_asked_for_is_refused_where_the_host_has_not_the_bits():
+    with pytest.raises(zero3d.ConfigError) as refused:
+        chosen("cpu", on_host=False, executor="host")
+    assert str(refused.value) == (
+        "offload.executor=host works with torch's fused Adam and AdamW and fp32 moments, and the optimizer is "
+        "AdamW(fused=False), whose states are exp_avg (float32), exp_avg_sq (float32): pass one of them with "
+        "fused=True, without amsgrad and not in fp64, or offload.executor=device."
+    )
 
 
 @pytest.mark.parametrize(("optimizer", "executor"), [

@@ -10,7 +10,8 @@ import torch
 from zero3d.blueprint.layout import ALIGN, GROUP
 from zero3d.config.sections import Optimizer
 from zero3d.setup.optimizer import optimizer_of
-from zero3d.spec.optimizer import ALL, MATRICES, NAMES, OPTIMIZERS, REST
+from zero3d.spec.dtypes import BF16, FP32, FP64
+from zero3d.spec.optimizer import ALL, MATRICES, NAMES, OPTIMIZERS, REST, host_can_update, why_not_on_host
 
 
 def after_a_step(name, matrix):
@@ -53,3 +54,19 @@ def test_a_row_gives_its_function_what_that_takes_of_keys_that_the_section_has(n
 def test_what_the_host_updates_is_torchs_fused_adamw(name):
     built, _ = after_a_step(name, matrix=False)
     assert OPTIMIZERS[name].on_host == (type(built) is torch.optim.AdamW and built.defaults["fused"])
+
+
+@pytest.mark.parametrize(("kind", "fused", "states", "can"), [
+    ("Adam", True, [FP32, FP32], True), ("AdamW", True, [FP32, FP32], True), ("AdamW", False, [FP32, FP32], False),
+    ("AdamW", True, [FP32] * 3, False), ("AdamW", True, [FP64, FP64], False), ("AdamW", True, [FP32, BF16], False),
+    ("SGD", True, [FP32], False), ("", True, [FP32, FP32], False),
+])  # fmt: skip
+def test_the_host_updates_the_two_fp32_moments_of_torchs_fused_adams(kind, fused, states, can):
+    assert host_can_update(kind, fused, states) == can
+
+
+@pytest.mark.parametrize(("name", "precision", "said"), [
+    ("adamw", "bf16", ""), ("adamw", "fp32", ""), ("adamw", "fp64", "no fp64 adamw"), ("muon", "bf16", "no bf16 muon"),
+])  # fmt: skip
+def test_of_a_row_it_is_said_why_the_host_cannot_update(name, precision, said):
+    assert why_not_on_host(name, precision) == (said and f"the host updates fp32 states of AdamW alone, {said}")

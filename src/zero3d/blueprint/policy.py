@@ -16,7 +16,7 @@ from zero3d.blueprint.layout import GROUP
 from zero3d.blueprint.stages import Stage, resolve_policies, splits_master, stage_row
 from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.choice import NATIVE, PAIRWISE, sends_terms, travels
-from zero3d.spec.dtypes import BY_NAME, FP32, FP64, Dtype
+from zero3d.spec.dtypes import BY_NAME, FP32, FP64, Dtype, master_of
 from zero3d.spec.mesh import EXACT
 from zero3d.spec.offload import Offload
 from zero3d.spec.sections import Spec
@@ -120,7 +120,7 @@ def _resolve(zero: Zero, offload: Offload, precision: str, pp: int, accumulate: 
     by_tiles = zero.gather_budget is not None and row.shards_parameters
     asked = "every_use" if by_tiles else zero.release_of(offload.release(zero.release))
     release, reduce = resolve_policies(row, asked, zero.reduce, pp)
-    master = FP64 if compute == FP64 else FP32
+    master = master_of(precision)
     return Policy(
         row,
         release,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero3d.account.optimizers import OptimizerBytes, state_width
+from zero3d.account.optimizers import OptimizerBytes
 from zero3d.account.states import NO_BYTES, Held, unit_bytes
 from zero3d.account.transients import gathered_at_once, passing_bytes, whole_units
 from zero3d.blueprint.auto import (
@@ -42,14 +42,16 @@ from zero3d.blueprint.auto import (
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation
+from zero3d.errors import ConfigError
 from zero3d.memory.budget import host_budget
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.offload.states import StateKinds
 from zero3d.precision import torch_dtype
 from zero3d.spec.offload import AUTO, HOST_BUDGET, Offload
+from zero3d.spec.optimizer import FUSED_ALONE, refused_on_host
 from zero3d.spec.sizes import parse_size
-from zero3d.spec.tiers import DEVICE, TIERS
+from zero3d.spec.tiers import DEVICE, HOST, TIERS
 
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
@@ -91,22 +93,18 @@ def decide_gradients(base: Foundation) -> tuple[Foundation, tuple[str, ...]]:
     return base.leaving(offload), why
 
 
-def decide_executor(
-    base: Foundation, on_host: bool, states: int, measure: Callable[[], MeasuredRates]
-) -> ExecutorChoice:
-    """Choose who updates records, all ranks alike: by the rates of the slowest.
+def decide_executor(base: Foundation, kinds: StateKinds, measure: Callable[[], MeasuredRates]) -> ExecutorChoice:
+    """Choose who updates records, all ranks alike: by the rates of the slowest. Raises ConfigError.
 
-    on_host  whether the host has the bits of this optimizer
-    states   its bytes per parameter, masters apart
     measure  gives this rank's rates
     """
     offload, policy = base.options.offload, base.policy
-    wide = policy.master.itemsize
-    moments = states // wide * state_width(wide, offload.moments)
-    width = policy.stored(base.precision.dtype.itemsize) + moments
-    cannot = "" if on_host else "the host can update only torch's fused Adam and AdamW without amsgrad"
-    choice = executor_of(offload, width, cannot, partial(_rates, base, measure))
-    return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}") if choice.why else choice
+    width = policy.stored(base.precision.dtype.itemsize) + sum(kinds.widths(offload.moments).values())
+    executor = executor_of(offload, width, "" if kinds.on_host else FUSED_ALONE, partial(_rates, base, measure))
+    if executor.name == HOST and not kinds.on_host:
+        raise ConfigError(refused_on_host(kinds.described))
+    why = executor.why and f"offload.executor=auto: {executor.name}: {executor.why}"
+    return executor._replace(why=why)
 
 
 def _rates(base: Foundation, measure: Callable[[], MeasuredRates]) -> Rates | MeasuredRates | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-from zero3d.blueprint.auto import ExecutorChoice, MeasuredRates
 from zero3d.engine.auto_offload import decide_executor, state_kinds
 from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
-from zero3d.errors import ConfigError
 from zero3d.offload.states import Placement, StateKinds, restarts_from
 from zero3d.offload.tiers import Builder, Site, Stores, Tiers
-from zero3d.spec.tiers import DEVICE, HOST
+from zero3d.spec.tiers import DEVICE
 from zero3d.zero.optimizer import in_turn
 
 
@@ -31,7 +28,7 @@ def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
     threads = update_threads(base) if on_host else 1
     site = Site(axes.arena, axes.world, owner, base.precision.dtype, partial(host_share, base), threads)
     stores = (mesh.make_stores or Stores)(site)
-    executor = _executor(base, kinds, stores.rates)
+    executor = decide_executor(base, kinds, stores.rates)
     tiers = Builder(site, offload, records, executor, stores).tiers()
     if tiers.slab is None:
         return tiers, None
@@ -45,16 +42,3 @@ def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
 def placement(base: Foundation, kinds: StateKinds) -> Placement:
     """Return what says where this rank's records are."""
     return Placement(base.options.offload, kinds, base.blueprint.plans, base.updated, base.axes.arena.device.type)
-
-
-def _executor(base: Foundation, kinds: StateKinds, measure: Callable[[], MeasuredRates]) -> ExecutorChoice:
-    """Return where updates are made. Raises ConfigError."""
-    states = sum(dtype.itemsize for dtype in kinds.states.values())
-    executor = decide_executor(base, kinds.on_host, states, measure)
-    if executor.name == HOST and not kinds.on_host:
-        raise ConfigError(
-            f"offload.executor=host works with torch's fused Adam and AdamW and fp32 moments, and the optimizer is "
-            f"{kinds.kind.__name__}(fused={kinds.fused}), whose states are {kinds.described}: pass one of them with "
-            "fused=True, without amsgrad and not in fp64, or offload.executor=device."
-        )
-    return executor

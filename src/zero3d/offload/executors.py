@@ -19,11 +19,11 @@ from zero3d.account.transients import STAGED
 from zero3d.memory.arena import Arena, host_value
 from zero3d.offload.host_adam import AdamRule, BucketPiece, BucketStates, HostExecutor
 from zero3d.offload.rounding import Draw, first_of, noise_table, round_to_bf16
+from zero3d.spec.optimizer import MOMENTS
 from zero3d.zero.buckets import MASTER
 from zero3d.zero.streams import wait_for_device
 from zero3d.zero.updates import BucketPieces, OpenBucket, Options, update_buckets
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 WIDE = 4  # bytes of an element of a gradient that an optimizer takes
 
 

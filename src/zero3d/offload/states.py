@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from zero3d.account.optimizers import state_width
 from zero3d.blueprint.layout import UnitLayout
@@ -23,8 +23,9 @@ from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.offload.records import Record
-from zero3d.precision import dtype_name, torch_dtype
+from zero3d.precision import dtype_name, dtype_of, torch_dtype
 from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import ADAMS, MOMENTS, OF_ADAMS, host_can_update
 from zero3d.spec.tiers import TIERS
 from zero3d.zero.buckets import MASTER, WEIGHTS
 from zero3d.zero.masters import REMAINDER
@@ -129,15 +130,14 @@ class StateKinds:
 
     @property
     def described(self) -> str:
-        """The states in words."""
-        return (
-            ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.states.items()) or "none"
-        )
+        """The optimizer and its states in words."""
+        states = (f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in self.states.items())
+        return f"{self.kind.__name__}(fused={self.fused}), whose states are {', '.join(states) or 'none'}"
 
     @property
     def on_host(self) -> bool:
         """Whether the host updates with the bits of this optimizer."""
-        return self.fused and self.kind in (Adam, AdamW) and list(self.states.values()) == [torch.float32] * 2
+        return host_can_update(_name_in_torch(self.kind), self.fused, map(dtype_of, self.states.values()))
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def restarts_from(specs: Sequence[UnitSpec], records: Sequence[StateRecord], kin
     """
     weights = {each.unit for each in records if each.kind == PARAMETERS and each.commits}
     return (
-        kinds.kind in (Adam, AdamW)
-        and set(kinds.states) == {"exp_avg", "exp_avg_sq"}
+        _name_in_torch(kinds.kind) in ADAMS
+        and set(kinds.states) == {*MOMENTS}
         and all(
             each.commits and (each.unit in weights or WEIGHTS in each.names or each.has_master)
             for each in records
@@ -224,12 +224,17 @@ def planned_bytes(records: Sequence[StateRecord]) -> dict[tuple[str, str], Fract
     return planned
 
 
+def _name_in_torch(kind: type[Optimizer]) -> str:
+    """Return the name of an optimizer's class if it is torch's own; else nothing."""
+    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
+
+
 def check_moments(moments: str, optimizer: Optimizer) -> None:
     """Refuse bf16 moments of an optimizer whose states are not Adam's two."""
     amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
-    if moments == "bf16" and (type(optimizer) not in (Adam, AdamW) or amsgrad):
+    if moments == "bf16" and (_name_in_torch(type(optimizer)) not in ADAMS or amsgrad):
         asked = f"{type(optimizer).__name__}{'(amsgrad=True)' if amsgrad else ''}"
         raise ConfigError(
-            f"offload.moments=bf16 rounds the two moments of Adam and AdamW, and the optimizer is {asked}: use one of "
+            f"offload.moments=bf16 rounds the two moments of {OF_ADAMS}, and the optimizer is {asked}: use one of "
             "them without amsgrad, or type offload.moments=fp32."
         )

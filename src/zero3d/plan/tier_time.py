@@ -26,7 +26,7 @@ from zero3d.plan.decided import policy_of
 from zero3d.plan.network import CPU
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
 from zero3d.spec.offload import AUTO
-from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.optimizer import why_not_on_host
 from zero3d.spec.tiers import DEVICE, HOST, TIERS
 
 
@@ -79,9 +79,7 @@ def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 
 def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
     """Choose by the engine's rule, and rates of the cluster; a tier takes as long in both cases."""
-    cannot = ""
-    if not OPTIMIZERS[plan.optimizer].on_host or plan.precision == "fp64":
-        cannot = f"the host updates fp32 states of AdamW alone, no {plan.precision} {plan.optimizer}"
+    cannot = why_not_on_host(plan.optimizer, plan.precision)
     link, memory, *_ = Rates.of(cluster)
     rates = None if cluster.gpu.name == CPU else ExecutorRates(link, memory)
     return executor_of(replace(plan.offload, executor=AUTO), record_width(plan, DEVICE), cannot, lambda: rates)

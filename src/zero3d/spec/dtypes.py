@@ -19,3 +19,8 @@ class Dtype(NamedTuple):
 
 FP32, FP64, BF16, FP16 = Dtype("fp32", 4), Dtype("fp64", 8), Dtype("bf16", 2), Dtype("fp16", 2)
 BY_NAME = {dtype.name: dtype for dtype in (FP32, FP64, BF16, FP16)}
+
+
+def master_of(precision: str) -> Dtype:
+    """Return the dtype of masters and of optimizer states in a precision: fp32, but fp64 in fp64."""
+    return FP64 if precision == FP64.name else FP32

@@ -7,14 +7,41 @@ is added by its file there, its row and its test; options of its own need a key 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from zero3d.spec.dtypes import FP32, Dtype, master_of
+
 ALL, MATRICES, REST = "all", "matrices", "rest"  # which parameters have a state
 ADJUSTMENTS = ("match_rms_adamw", "original")
 NO_ITEMS: Mapping[str, Any] = MappingProxyType({})
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMS = ("Adam", "AdamW")  # torch's classes whose states are these, and one more with amsgrad
+OF_ADAMS = " and ".join(ADAMS)
+UPDATED_ON_HOST = FP32  # states that the host can update
+
+
+def host_can_update(kind: str, fused: bool, states: Iterable[Dtype]) -> bool:
+    """Return whether the host makes an optimizer's update with the same bits (offload/host_adam.py).
+
+    kind    the name of its class, if that is torch's; else ""
+    fused   it uses torch's fused kernels
+    states  the dtype of each state that it keeps of an element
+    """
+    return fused and kind in ADAMS and list(states) == [UPDATED_ON_HOST] * len(MOMENTS)
+
+
+FUSED_ALONE = f"the host can update only torch's fused {OF_ADAMS} without amsgrad"
+
+
+def refused_on_host(found: str) -> str:
+    """Return the refusal of offload.executor=host with another optimizer. found: its class and states in words."""
+    return (
+        f"offload.executor=host works with torch's fused {OF_ADAMS} and fp32 moments, and the optimizer is {found}: "
+        "pass one of them with fused=True, without amsgrad and not in fp64, or offload.executor=device."
+    )
 
 
 class Option(NamedTuple):
@@ -40,7 +67,6 @@ class OptimizerRow:
     options  of its own key (optimizer.NAME), where it has one
     rules    what optimizer.groups may say under `name`
     codes    the optimizer whose states it has in 8 bits: a checkpoint of one is loaded by the other
-    on_host  whether the host can update it, too (offload/host_adam.py)
     """
 
     name: str
@@ -54,12 +80,16 @@ class OptimizerRow:
     options: Mapping[str, Option] = field(default_factory=lambda: NO_ITEMS)
     group_names: tuple[str, ...] = ()
     codes: str | None = None
-    on_host: bool = False
 
     @property
     def coded(self) -> bool:
         """Return whether its states are codes of 8 bits in whole blocks: on the device, of fp32 masters alone."""
         return self.codes is not None
+
+    @property
+    def on_host(self) -> bool:
+        """Return whether the host can update it, too, in a precision that lets it."""
+        return host_can_update(self.kind, True, [UPDATED_ON_HOST] * len(self.states))
 
     @property
     def orthogonal(self) -> bool:
@@ -68,7 +98,6 @@ class OptimizerRow:
 
 
 OF_ADAMW = MappingProxyType({key: key for key in ("lr", "betas", "eps", "weight_decay")})
-MOMENTS = ("exp_avg", "exp_avg_sq")
 ADAMW = "adamw"
 
 _ROWS = (
@@ -81,7 +110,6 @@ _ROWS = (
         dict.fromkeys(MOMENTS, ALL),
         touched=30,  # reads gradient, master, m, v, writes master, m, v, weight
         group_names=(ADAMW,),
-        on_host=True,
     ),
     OptimizerRow(
         "muon",
@@ -124,3 +152,11 @@ _ROWS = (
 OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType({row.name: row for row in _ROWS})
 NAMES = tuple(OPTIMIZERS)
 GROUP_NAMES = tuple(dict.fromkeys(name for row in _ROWS for name in row.group_names))
+ON_HOST = " and ".join(row.title for row in _ROWS if row.on_host)
+
+
+def why_not_on_host(name: str, precision: str) -> str:
+    """Say why the host cannot update what a row's optimizer keeps in a precision; "" where it can."""
+    if OPTIMIZERS[name].on_host and master_of(precision) == UPDATED_ON_HOST:
+        return ""
+    return f"the host updates fp32 states of {ON_HOST} alone, no {precision} {name}"

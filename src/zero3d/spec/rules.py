@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
+from zero3d.spec.dtypes import master_of
 from zero3d.spec.formats import NF4_DOUBLE
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
 from zero3d.spec.offload import AUTO
-from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.optimizer import ON_HOST, UPDATED_ON_HOST
 from zero3d.spec.sections import SECTIONS, Spec
 from zero3d.spec.tiers import HOST, TIERS
 from zero3d.spec.zero import NODE, SAME
@@ -317,12 +318,12 @@ RULES = (
         "offload.executor",
         lambda s: _updates_on_host(s) and s.row is not None and not s.row.on_host,
         "{offload.executor} updates states of "
-        f"{' and '.join(row.title for row in OPTIMIZERS.values() if row.on_host)} alone, and the optimizer is "
+        f"{ON_HOST} alone, and the optimizer is "
         "{optimizer.name}: type {offload.executor=device}, or leave it out.",
     ),
     Rule(
         "offload.executor",
-        lambda s: _updates_on_host(s) and s.precision == "fp64",
+        lambda s: _updates_on_host(s) and master_of(s.precision) != UPDATED_ON_HOST,
         "{offload.executor} updates fp32 states, and those of {precision} are wider: type {offload.executor=device}, "
         "or leave it out.",
     ),

@@ -22,11 +22,10 @@ from zero3d.blueprint.state_spans import Span, span_of
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.spec.optimizer import MOMENTS
 from zero3d.zero.masters import absent
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import DeferredUpdates, MasterPiece
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OptimizerStates:
