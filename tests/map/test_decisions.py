@@ -15,7 +15,7 @@ SECTIONS = ("zero", "offload")
 DEGREES = ("dp", "tp", "pp", "ep", "sp", "shard", "replicate")
 DECIDED = ("spec/", "blueprint/", "config/")  # where settings are declared, read from files, and decided
 READERS = ("getattr", "vars", "asdict", "astuple")  # which give a key by its name, or all of them
-CORE = ("zero/", "account/", "offload/", "optim/", "engine/")  # where a degree is not to be asked for again
+AXES = tuple(LISTED["axes"])  # packages that a degree is for
 
 
 @cache
@@ -65,12 +65,12 @@ def other_names_in(tree):
 
 
 def reads_in(tree, name):
-    """The keys of `zero` and `offload` that are read of a section, * for all; in the core degrees of a mesh, too."""
+    """The keys of `zero` and `offload` that are read of a section, * for all, and degrees of a mesh."""
     others = other_names_in(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             of = name_of(node.value)
-            if of in ("mesh", "degrees") and node.attr in DEGREES and name.startswith(CORE):
+            if of in ("mesh", "degrees") and node.attr in DEGREES and not name.startswith(AXES):
                 yield f"{of}.{node.attr}"
             if node.attr == "__dict__":
                 yield from (f"{section}.*" for section in sections_of(node.value, others))
@@ -96,10 +96,17 @@ def test_settings_are_read_for_no_decision_outside_of_the_blueprint(found):
     assert all(len(entry["why"]) > 20 for entry in LISTED["reads"].values())
 
 
+def test_packages_that_a_degree_is_for_read_some():
+    reads = {name: set(reads_in(tree, "")) for name, tree in trees().items()}
+    for package in AXES:
+        of = {read.partition(".")[0] for name, found in reads.items() if name.startswith(package) for read in found}
+        assert of & {"mesh", "degrees"}, f"{package} reads no degree of a mesh"
+
+
 def test_a_section_of_any_name_is_seen():
     tree = ast.parse("zero = plan.zero\nif zero.stage == 3 or self._options.offload.states or mesh.pp: pass")
     assert set(reads_in(tree, "engine/x.py")) == {"zero.stage", "offload.states", "mesh.pp"}
-    assert set(reads_in(tree, "train/x.py")) == {"zero.stage", "offload.states"}
+    assert set(reads_in(tree, "distributed/x.py")) == {"zero.stage", "offload.states"}
 
 
 @pytest.mark.parametrize(("written", "read"), [

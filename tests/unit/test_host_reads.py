@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zero3d.blueprint.policy import Policy
 from zero3d.config import load
 from zero3d.distributed import axis as axis_module, collectives
 from zero3d.distributed.axis import Axis, messages
@@ -14,6 +15,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError, Zero3dError
 from zero3d.memory.arena import Arena
+from zero3d.spec.sections import Spec
 from zero3d.train.evaluations import Evaluations
 
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")  # a device without kernels: what is copied is stubbed
@@ -128,6 +130,7 @@ def test_the_mean_of_the_held_out_part_is_read_with_patience_too(event):
         evaluate=lambda batches: mean,
         mesh=SimpleNamespace(degrees=SimpleNamespace(rows=1), row=0),
         world=comm_that_waits(Ledger()),
+        policy=Policy.of(Spec()),
     )
     evaluations = Evaluations(load({}), engine, None, 1, dict)
     with pytest.raises(OrderError, match="for its device, where the last to begin"):

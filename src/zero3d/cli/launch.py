@@ -22,7 +22,8 @@ from pathlib import Path
 import yaml
 
 from zero3d.cli.preflight import check_world
-from zero3d.config import Config, load, split_words
+from zero3d.config import Config, degrees_of, load, split_words
+from zero3d.distributed.degrees import least_ranks
 from zero3d.errors import ConfigError, MeshError, short
 from zero3d.spec.mesh import Mesh
 
@@ -94,9 +95,9 @@ def check_target(name: str) -> str:
 
 def sizes(mesh: Mesh, nodes: int | None, gpus: int | None) -> tuple[int, int]:
     """Return nodes and GPUs of each, as asked, or such that they hold a mesh that says its dp, as a plan's does."""
-    world = (mesh.dp or 0) * (mesh.tp or 1) * (mesh.pp or 1)
-    if not world:
+    if mesh.dp is None:
         return 1 if nodes is None else nodes, GPUS if gpus is None else gpus
+    world = least_ranks(degrees_of(mesh))
     if gpus is None:
         most = min(GPUS, world // max(1, nodes or 1))
         gpus = max((count for count in range(1, most + 1) if world % count == 0), default=1)

@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 from zero3d.cli.oom import describe_kill, oom_kills
 from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
 from zero3d.config import Mesh, degrees_of
-from zero3d.distributed.degrees import SLOT, least_dp
+from zero3d.distributed.degrees import SLOT, least_ranks
 from zero3d.errors import FAULT
 from zero3d.train.stop import BEFORE, SIGNALS, Stopped, StopRequest
 from zero3d.watchdog.block import DEATH, STALL, observe
@@ -61,12 +61,12 @@ def ranks_here(mesh: Mesh) -> int:
 
     Without accelerators as many as the degrees that are given need, if that is more.
     """
-    group = (mesh.tp or 1) * (mesh.pp or 1)
+    least = least_ranks(degrees_of(mesh))
     if mesh.dp is not None:
-        return mesh.dp * group
+        return least
     from zero3d.distributed.devices import count_devices
 
-    return count_devices() or max(RANKS, group * least_dp(degrees_of(mesh)))
+    return count_devices() or max(RANKS, least)
 
 
 @dataclass

@@ -328,6 +328,11 @@ def least_dp(asked: Mapping[str, int | None]) -> int:
     return lcm(*(asked[fold.name] or 1 for fold in FOLDS))
 
 
+def least_ranks(asked: Mapping[str, int | None]) -> int:
+    """Return how many ranks these degrees need: with the smallest dp, where that is left out."""
+    return (asked["dp"] or least_dp(asked)) * (asked["tp"] or 1) * (asked["pp"] or 1)
+
+
 def _does_not_fold(dp: int, name: str, degree: int) -> str:
     """Return why a degree does not fold dp, and what does."""
     fits = [str(divisor) for divisor in range(2, dp + 1) if dp % divisor == 0]

@@ -24,7 +24,7 @@ def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
     kinds = state_kinds(base)
     records = list(placement(base, kinds).records(in_turn(base.specs), base.blueprint.layouts))
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
-    on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or offload.gradients_leave
+    on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or base.policy.gradients
     threads = update_threads(base) if on_host else 1
     site = Site(axes.arena, axes.world, owner, base.precision.dtype, partial(host_share, base), threads)
     stores = (mesh.make_stores or Stores)(site)

@@ -187,7 +187,7 @@ class Placement:
         fields: dict[str, torch.dtype] = {}
         if spec.dtype != torch_dtype(policy.master):
             split = policy.splits
-            if split and place in TIERS and TIERS[place].whole and self.offload.params == "none":
+            if split and place in TIERS and TIERS[place].whole and not policy.params:
                 fields[WEIGHTS] = spec.dtype
             fields[MASTER] = REMAINDER if split else torch_dtype(policy.master)
         return fields | {name: self._dtype(name) for name in self.kinds.states if name in states}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zero3d.config import Config, degrees_of, settle, zero_of
-from zero3d.distributed.degrees import FOLDS, least_dp
+from zero3d.distributed.degrees import FOLDS, least_ranks
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import without_effect
@@ -89,7 +89,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     What `offload.optimizer=auto` would choose is not known here: all states are on the device.
     """
     mesh = config.mesh
-    world = gpus or (mesh.dp or least_dp(degrees_of(mesh))) * (mesh.tp or 1) * (mesh.pp or 1)
+    world = gpus or least_ranks(degrees_of(mesh))
     degrees, batch = settle(config, world)
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:

@@ -76,7 +76,7 @@ class Evaluations:
 
     def _batches_of(self, held_out: Samples) -> Iterator[Batch]:
         """Yield this rank's micro-batches, on the host."""
-        mesh, limit, exact = self._engine.mesh, self._config.evaluate.batches, self._config.zero.exact
+        mesh, limit, exact = self._engine.mesh, self._config.evaluate.batches, self._engine.policy.exact
         rows, row = mesh.degrees.rows, mesh.row
         return validation_batches(held_out, self._micro_batch, dp=rows, rank=row, limit=limit, together=exact)
 

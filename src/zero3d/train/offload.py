@@ -34,6 +34,7 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
 from zero3d.memory.scratch import update_bucket
 from zero3d.page.text import size
+from zero3d.plan.decided import policy_of
 from zero3d.plan.emit import plan_of
 from zero3d.plan.tier_time import chosen_executor, executor_note, record_width
 from zero3d.spec.offload import AUTO
@@ -136,7 +137,7 @@ def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
     settings = plan_of(config, mesh.world)
     width = max(record_width(settings, DEVICE, matrix) for matrix in (True, False))
     record = min(states, width * update_bucket(kind))
-    passing = passing_bytes(config.offload.executor, record, kind, config.zero.master == "split")
+    passing = passing_bytes(config.offload.executor, record, kind, policy_of(settings).splits)
     return Need(states, record, passing, parts)
 
 

@@ -224,7 +224,7 @@ def _finish(
     counts = SessionCounts(applied, len(loop.history) - applied, micro_batches, loop.tokens)
     traffic = traffic_rows(engine, loop.traffic, counts) if loop.history else []
     peak, reserved = fullest(engine, memory_peak(engine))
-    fingerprint = engine.fingerprint() if config.zero.exact else ""
+    fingerprint = engine.fingerprint() if engine.policy.exact else ""
     expert_load = engine.expert_load.over_dp()
     base = inputs.opened.folder
     adapted, based = has_adapters(inputs.opened.module), has_base(config.model)
@@ -331,7 +331,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     settings += [] if engine.sequence is None else [engine.sequence.describe(engine.mesh.tp)]
     mesh = engine.mesh
     settings += [f"states over {mesh.shard} of dp {mesh.dp}"] if mesh.shard < mesh.dp else []
-    settings += ["masters in halves"] if config.zero.master == "split" else []
+    settings += ["masters in halves"] if engine.policy.splits else []
     settings += [f"gathered in tiles of {config.zero.gather_budget}"] if config.zero.gather_budget else []
     settings += [f"averages of weights {config.train.ema:g}"] if config.train.ema is not None else []
     settings += ["loss in tiles"] if config.train.tiled_loss is True else []
@@ -361,7 +361,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
         seed=config.seed,
         shuffle=config.data.shuffle,
         workers=config.data.workers,
-        dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
+        dealt=engine.policy.exact and engine.policy.often,
         grouped=Grouping(config.data.group_by_length, config.data.group_by_modality),
     )
 
