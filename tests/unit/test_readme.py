@@ -118,9 +118,9 @@ def test_every_link_within_the_repository_leads_somewhere(path):
             assert not anchor or anchor in anchors(other), target
 
 
-def python_of(path):
-    """The first block of Python on a page."""
-    return next(block for language, block in FENCE.findall(path.read_text()) if language == "python")
+def python_of(path, number=0):
+    """A block of Python on a page, by its number."""
+    return [block for language, block in FENCE.findall(path.read_text()) if language == "python"][number]
 
 
 def batches(number):
@@ -193,7 +193,7 @@ def test_the_python_of_the_page_on_rl_gives_other_servers_all_weights():
     assert flushed == [True]
 
 
-def test_the_python_of_the_api_page_accumulates_and_that_of_checkpoints_goes_on(tmp_path, monkeypatch):
+def test_the_python_of_the_api_page_accumulates_and_that_of_checkpoints_goes_on(tmp_path, monkeypatch, capsys):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(tmp_path)
@@ -202,6 +202,12 @@ def test_the_python_of_the_api_page_accumulates_and_that_of_checkpoints_goes_on(
     exec(python_of(ROOT / "docs" / "api.md"), names)
     assert names["result"].reason == "applied"
     assert names["engine"].steps == 1
+    capsys.readouterr()
+    exec(python_of(ROOT / "docs" / "api.md", 1), names)
+    reduce, *units = capsys.readouterr().out.splitlines()
+    assert reduce == "every_micro_batch"
+    assert [line.partition(":")[0] for line in units] == [unit.name for unit in names["engine"].units]
+    assert {line.partition("; ")[2] for line in units} == {"weights whole; gradients sent in fp32"}
     exec(python_of(ROOT / "docs" / "checkpoints.md"), names)
     assert names["loop"] == {"epoch": 3}
     assert names["engine"].resumed.startswith("bitwise")
