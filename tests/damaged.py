@@ -34,6 +34,10 @@ class Tiny(nn.Module):
         return (self.first(x) * self.second(x)).mean() * self.scale
 
 
+def in_memory(unit):
+    return [buffer for buffer in unit.grads.buffers if buffer.untyped_storage().size()]
+
+
 def make():
     return zero3d.Engine(
         Tiny(),
@@ -92,7 +96,7 @@ class Live:
         return {
             "states": engine.fingerprint(),
             "weights": bits(unit.weights.shard for unit in engine.units),
-            "gradients": [bits(u.grads.buffers) if u.grads.state is not State.EMPTY else "" for u in units],
+            "gradients": [bits(in_memory(u)) if u.grads.state is not State.EMPTY else "" for u in units],
             "counted": (
                 engine.accumulation.count,
                 engine.accumulation.weight,

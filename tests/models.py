@@ -204,6 +204,13 @@ def clone(model):
     return copy.deepcopy(model)
 
 
+def fill_gradients(engine):
+    """Have memory for all gradients, as at the end of a step's last backward: the next step's end gives it back."""
+    for unit in engine.units:
+        for memory in () if unit.grads is None else unit.grads.memory:
+            memory.fill()
+
+
 def planned_bytes(engine):
     """Model states per rank by formula, padding apart."""
     return engine._parts.accounts.planned

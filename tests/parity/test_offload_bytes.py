@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from buckets import buckets_of
-from models import adamw, batch, bits, build
+from models import adamw, batch, bits, build, fill_gradients
 from pipelines import covering
 from tiers import OPTIMIZERS, PLACES, RESIDENT, Case, engine_of, is_possible, step, sum_of, unplanned
 from torch import nn
@@ -60,6 +60,7 @@ def check_bytes(folder, given, bucket):
 
     with buckets_of(bucket), mock.patch.object(HostSlab, "__init__", counted):
         engine = engine_of(case, away(place, folder))
+        fill_gradients(engine)
         if case.optimizer.startswith(("fused", "foreach", "AdamW")):
             assert not unplanned(engine), "before a step"
         for number in range(2):

@@ -237,7 +237,7 @@ def account(model, stage, precision, micro_batches, reduce, release="auto"):
     measured = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
     held = {e.category: e for e in engine.memory}
     arena = {
-        c: engine.arena.live(c)
+        c: engine.arena.held(c)
         for c in ("parameters", "gradients", "optimizer", "padding", "gathered", "bucket", "wire")
     }
     return planned, measured, held, arena, planned_bytes(engine), dict(gathers)

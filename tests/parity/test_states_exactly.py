@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from models import adamw, planned_bytes
+from models import adamw, fill_gradients, planned_bytes
 from tensors import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -80,7 +80,7 @@ def engine_of(family, frozen, plan):
 
 
 def held(engine):
-    return [engine.arena.live(category) for category in STATES]
+    return [engine.arena.held(category) for category in STATES]
 
 
 def computed(spec, plan, place):
@@ -97,6 +97,7 @@ def on_fake_ranks(family, frozen, plan, ranks):
         dist.init_process_group("fake", rank=rank, world_size=plan.world, store=FakeStore())
         try:
             engine = engine_of(family, frozen, plan)
+            fill_gradients(engine)
             found.append((engine.mesh.place, held(engine), list(planned_bytes(engine))))
         finally:
             dist.destroy_process_group()

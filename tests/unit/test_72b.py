@@ -56,7 +56,7 @@ def check(engine, pp):
     wanted = engine_bytes(1, DP, "bf16").times(ELEMENTS[pp])
     if pp == 7 and engine.dp.rank == 1:  # its half of the last norm's unit is padding, without m and v
         wanted = wanted._replace(optimizer=wanted.optimizer - 8 * HIDDEN // DP)
-    held = [engine.arena.live(category) for category in STATES[:3]]
+    held = [engine.arena.held(category) for category in STATES[:3]]
     place = engine.mesh.place
     print(f"pp {place.pp} dp {place.dp} tp {place.tp}: {ELEMENTS[pp]:,} elements,", *map(int, held), "bytes")
     assert list(planned_bytes(engine)) == list(wanted) == held

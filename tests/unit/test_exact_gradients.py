@@ -114,8 +114,8 @@ def check_memory(rank, most, alone):
     assert rank.grads.unit_plan.policy.summands == most
     assert len(rank.grads.buffers) == counter_buffers(most)
     elements = counter_buffers(most) * (layout.shard if sharded else layout.total)
-    assert rank.arena.live("gradients") + rank.arena.live("padding") == 4 * elements
-    assert rank.arena.live("gradients") * layout.total == 4 * elements * NUMEL
+    assert rank.arena.held("gradients") + rank.arena.held("padding") == 4 * elements
+    assert rank.arena.held("gradients") * layout.total == 4 * elements * NUMEL
     assert rank.arena.live("bucket") == rank.arena.live("wire") == 0
 
 

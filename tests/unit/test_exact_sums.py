@@ -15,6 +15,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.exact.summands import Summands, check_exact
 from zero3d.zero.exact.sums import Counter, add_tree
+from zero3d.zero.gradient_memory import GradientMemory
 
 CPU = torch.device("cpu")
 
@@ -71,7 +72,7 @@ def test_the_counter_sums_in_halves_and_needs_the_buffers_of_the_formula(count):
     summands = list(torch.randn(count, 16, generator=torch.Generator().manual_seed(count)))
     counter, arena = None, Arena(CPU)
     for parts in (1, 2):
-        counter = Counter(arena, 16, 16, torch.float32)
+        counter = Counter(arena, 16, torch.float32, lambda: GradientMemory(arena, 16, 16, torch.float32))
         counter.grow(counter_buffers(count))
         pairs = [torch.randn(parts, 16, generator=torch.Generator().manual_seed(i)) for i in range(count)]
         for pair in pairs:

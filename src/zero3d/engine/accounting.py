@@ -28,8 +28,10 @@ class MemoryEntry(NamedTuple):
     """Counts the bytes of one category at one place on this rank.
 
     planned   by formula (`account.states.unit_bytes`, padding from the layouts); None for transient ones
-    measured  in the arena now
+    measured  in the arena where all of it is there: now, but of gradients, which come and go with a step, and of their
+              padding the most since the engine was built
     peak      most in the arena at any instant
+    now       in the arena at this one
     """
 
     category: str
@@ -37,6 +39,7 @@ class MemoryEntry(NamedTuple):
     planned: int | None
     measured: int
     peak: int
+    now: int
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -59,12 +62,12 @@ def notes_memory(method: Method) -> Method:
 
 def frozen_entry(nbytes: int) -> list[MemoryEntry]:
     """Return the entry of frozen parameters' values as they came, where any are kept."""
-    return [MemoryEntry("frozen originals", HOST, nbytes, nbytes, nbytes)] if nbytes else []
+    return [MemoryEntry("frozen originals", HOST, nbytes, nbytes, nbytes, nbytes)] if nbytes else []
 
 
 def describe_memory(entries: Sequence[MemoryEntry]) -> str:
     """Return what is held in one line; the rest of what is allocated is activations and what is not the engine's."""
-    held = [f"{entry.category} {decimal(entry.measured)} ({entry.place})" for entry in entries if entry.measured]
+    held = [f"{entry.category} {decimal(entry.now)} ({entry.place})" for entry in entries if entry.now]
     return f"held by the engine: {', '.join(held) or 'nothing'}; everything else is activations and other tensors"
 
 
@@ -103,19 +106,23 @@ class Accounts:
         planned = {(category, self._arena.place): size for category, size in self._on_device.by_category.items()}
         for key, nbytes in self._records.items():
             planned[key] = planned.get(key, Fraction(0)) + nbytes
-        inputs = self._inputs
         return [
             MemoryEntry(
                 category,
                 place,
                 ceil(planned.get((category, place), 0)) if category in STATES else None,
-                ceil(arena.live(category)),
+                ceil(arena.held(category)),
                 ceil(arena.peak(category)),
+                ceil(arena.live(category)),
             )
             for place, arena in self._arenas.items()
             for category in (*STATES, *TRANSIENT)
             if place == self._arena.place or arena.peak(category) or planned.get((category, place))
-        ] + ([] if inputs is None else [MemoryEntry("activations", HOST, None, inputs.footing.host, inputs.peak.host)])
+        ] + ([] if self._inputs is None else [self._of_inputs(self._inputs)])
+
+    @staticmethod
+    def _of_inputs(inputs: HostSlots) -> MemoryEntry:
+        return MemoryEntry("activations", HOST, None, inputs.footing.host, inputs.peak.host, inputs.footing.host)
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:

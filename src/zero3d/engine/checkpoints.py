@@ -121,7 +121,8 @@ class Checkpoints:
         """Return the entry of the host's copy for saves behind training, where there is one."""
         if not self._saves.held:
             return []
-        return [MemoryEntry(COPY, HOST, self._saves.planned, self._saves.held, self._saves.held)]
+        held = self._saves.held
+        return [MemoryEntry(COPY, HOST, self._saves.planned, held, held, held)]
 
     def fingerprint(self) -> str:
         """Return one hash of all masters and optimizer states; all ranks call it."""

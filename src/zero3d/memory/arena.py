@@ -1,7 +1,7 @@
 """The one place that allocates persistent and bucket buffers, and the one that reads device values.
 
 Every buffer has a category and a place. Categories of model states are held for the engine's
-life; transient ones come and go with a unit:
+life, gradients from their first use in a step to their unit's update; transient ones come and go with a unit:
 
     states     parameters | gradients | optimizer | padding (elements of a storage that are no parameter)
     transient  gathered (full parameters) | bucket (local gradients on their way) | wire (send and receive; scratch of
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 STATES = ("parameters", "gradients", "optimizer", "padding")
+COMING = ("gradients", "padding")  # of these, what comes and goes, or does in part
 TRANSIENT = ("gathered", "bucket", "wire", "received")
 
 LOOK = 5e-5  # seconds between two looks at whether the device has got to a copy
@@ -100,10 +101,11 @@ class Arena:
         self._account(category, nbytes * used)
         self._account("padding", nbytes - nbytes * used)
 
-    def free(self, category: str, buffer: Tensor, used: Fraction | int) -> None:
-        """Take a state buffer off the account; its owner drops the reference."""
-        self._account(category, -used * buffer.dtype.itemsize)
-        self._account("padding", -(buffer.numel() - used) * buffer.dtype.itemsize)
+    def reserve(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised flat buffer for states that come and go: `drain` and `fill` take the same `used`."""
+        buffer = torch.empty(elements, dtype=dtype, device=self.device)
+        self._count(category, buffer, used, 1)
+        return buffer
 
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised transient buffer, to be given back."""
@@ -120,17 +122,31 @@ class Arena:
         if self.used is not None:
             self.used.keep(buffer)
 
-    def fill(self, category: str, buffer: Tensor) -> None:
-        """Give a storage its memory back: views saved by autograd come alive with it."""
-        nbytes = buffer.numel() * buffer.dtype.itemsize
+    def fill(self, category: str, buffer: Tensor, used: Fraction | int | None = None) -> None:
+        """Give a storage its memory back: views of it come alive. used: as in `allocate`, of states."""
         if id(buffer) in self._stuck:
             return
-        self._account(category, nbytes)
+        self._count(category, buffer, used, 1)
         with self.stream:
-            buffer.untyped_storage().resize_(nbytes)
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.dtype.itemsize)
 
-    def drain(self, category: str, buffer: Tensor, poison: bool = False, kept: bool = False) -> None:
-        """Free a storage's memory and keep its identity.
+    def _count(self, category: str, buffer: Tensor, used: Fraction | int | None, sign: int) -> None:
+        nbytes = sign * buffer.dtype.itemsize
+        if used is None:
+            self._account(category, nbytes * buffer.numel())
+        else:
+            self._account(category, nbytes * used)
+            self._account("padding", nbytes * (buffer.numel() - used))
+
+    def drain(
+        self,
+        category: str,
+        buffer: Tensor,
+        poison: bool = False,
+        kept: bool = False,
+        used: Fraction | int | None = None,
+    ) -> None:
+        """Free a storage's memory and keep its identity. used: as in `fill`.
 
         A storage that somebody made a numpy array of cannot be freed any more: it stays on the account.
         `poison` fills it with NaN and keeps the pages, so that a test that reads a released view
@@ -139,7 +155,7 @@ class Arena:
         if not buffer.untyped_storage().resizable():
             self._stuck.add(id(buffer))
             return
-        self._account(category, -buffer.numel() * buffer.dtype.itemsize)
+        self._count(category, buffer, used, -1)
         if kept:
             buffer.view(torch.uint8).fill_(255)  # which is NaN, of whatever it is read as
         elif poison and buffer.is_floating_point():
@@ -174,6 +190,10 @@ class Arena:
     def peak(self, category: str) -> Fraction:
         """Return the most bytes held at any instant since the last `reset_peaks`."""
         return Fraction(self._peak.get(category, 0))
+
+    def held(self, category: str) -> Fraction:
+        """Return the bytes of states when all of them are there: of gradients and padding the most since that reset."""
+        return self.peak(category) if category in COMING else self.live(category)
 
     def reset_peaks(self) -> None:
         """Start measuring peaks anew."""

@@ -73,7 +73,7 @@ class RecordUpdates(DeferredUpdates):
         """Take over a step: its gradients stay until they are used, and are final but for these factors."""
         self.finish()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
-        self._step, self._grads = (options, factors), {unit: unit.gradients.owned for unit in self._buckets}
+        self._step, self._grads = (options, factors), {unit: unit.gradients.lend() for unit in self._buckets}
         self._queue.extend(self._buckets)
         self._bring_gradients(0)
         if self._thread is not None:
@@ -128,6 +128,7 @@ class RecordUpdates(DeferredUpdates):
                 self._made.pop(unit).result()
                 self._update_buckets(unit, [p for p in self._buckets[unit] if p.bucket.device == self._device])
             self._queue.popleft()
+            unit.gradients.take_back()
             if not self._queue:
                 self._grads = {}
                 self._records.commit()

@@ -147,7 +147,7 @@ class PlanCheck:
 def checked_memory(engine: Engine) -> int:
     """Return this rank's bytes that a plan's memory is compared with."""
     if engine.mesh.device.type == "cpu":
-        return int(sum(engine.arena.live(category) for category in STATES if category != "padding"))
+        return int(sum(engine.arena.held(category) for category in STATES if category != "padding"))
     return memory_bytes(engine)
 
 

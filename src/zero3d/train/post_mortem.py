@@ -194,7 +194,7 @@ def live(engine: Engine | None, shortage: Shortage) -> list[Live]:
     """Return the arena's account, and what else is allocated: on a device by tensors, on a CPU by the process."""
     if engine is None:
         return []
-    rows = [Live(entry.place, entry.category, entry.measured) for entry in engine.memory]
+    rows = [Live(entry.place, entry.category, entry.now) for entry in engine.memory]
     on_cpu = engine.mesh.device.type == "cpu"
     whole = int(psutil.Process().memory_info().rss) if on_cpu else shortage.allocated
     if whole is not None:

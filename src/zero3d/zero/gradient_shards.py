@@ -35,6 +35,7 @@ from zero3d.blueprint.layout import Piece, UnitLayout
 from zero3d.blueprint.unit import GradientPlan, UnitPlan
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.precision import torch_dtype
+from zero3d.zero.gradient_memory import GradientMemory
 from zero3d.zero.local_gradients import LocalGradients
 from zero3d.zero.streams import ToHost
 from zero3d.zero.unit_parts import UnitParts
@@ -80,8 +81,22 @@ class GradientShard(ABC):
 
     @property
     @abstractmethod
-    def buffers(self) -> list[Tensor]:
-        """Buffers that live between steps."""
+    def memory(self) -> list[GradientMemory]:
+        """Memory of reduced gradients alone, of whatever lives from its first use in a step to the unit's update."""
+
+    @property
+    @abstractmethod
+    def is_there(self) -> bool:
+        """Return whether the shard has memory."""
+
+    @abstractmethod
+    def provide(self) -> None:
+        """Have memory for the shard, which holds anything, where there is none yet."""
+
+    def drain(self) -> None:
+        """Give back all memory, after `reset`: nobody may read the shard before the next reduction."""
+        for each in self.memory:
+            each.drain()
 
     @property
     @abstractmethod
@@ -214,6 +229,7 @@ class GradientShard(ABC):
 class RankOrderShard(GradientShard):
     """Owns a shard to which gradients of all ranks are reduce-scattered.
 
+    _memory     of the shard's own; None: it is in the local buffer, or on the host
     _summed     the shard already holds a sum of this step
     _in_local   the shard is its slot of the local buffer (Note 1)
     _is_of_all  the shard is, or will be, summed over the ranks that have copies of it
@@ -226,6 +242,7 @@ class RankOrderShard(GradientShard):
         self._summed = self._is_of_all = False
         self._stash: Tensor | None = None
         self._late: Tensor | None = None
+        self._memory: GradientMemory | None = None
         parts, layout = self._parts, self._layout
         if self._in_local:
             self._put(parts.slot(self.whole))
@@ -233,11 +250,24 @@ class RankOrderShard(GradientShard):
             self._host = HostShard(parts.kept[self._name], parts)
             self._put(self._host.shard)
         else:
-            self._put(self._arena.allocate("gradients", layout.shard, layout.used_per_shard, self._wide))
+            self._memory = parts.gradient_memory(layout.shard, layout.used_per_shard, self._wide)
+            self._put(self._memory.buffer)
 
     @property
-    def buffers(self) -> list[Tensor]:
-        return [self.shard] if self._local.buffer is None else [self._local.buffer, self.shard]
+    def memory(self) -> list[GradientMemory]:
+        return [] if self._memory is None else [self._memory]
+
+    @property
+    def is_there(self) -> bool:
+        if self._in_local:
+            return self._local.is_open
+        return self._memory is None or self._memory.there
+
+    def provide(self) -> None:
+        if self._memory is not None:
+            self._memory.fill()
+        elif self._in_local:
+            self._local.open()
 
     @property
     def whole(self) -> Tensor:
@@ -266,6 +296,7 @@ class RankOrderShard(GradientShard):
 
     def reduce(self, single: bool) -> None:
         assert self._local.buffer is not None
+        self.provide()
         wire = torch_dtype(self.plan.travels if single else self.plan.sums)
         add = self._summed and not self._in_place
         shard = self.shard if self._late is None else self._late
@@ -309,8 +340,8 @@ class RankOrderShard(GradientShard):
     def _move_to_local(self) -> None:
         """Move the shard to this rank's slot of the local buffer, where the plan has it there and it is not yet."""
         if not self.plan.shard and not self._in_local:
-            self._arena.free("gradients", self.shard, self._layout.used_per_shard)
-            self._in_local = True
+            self.drain()
+            self._memory, self._in_local = None, True
             self._put(self._parts.slot(self.whole))
 
     def reset(self) -> None:

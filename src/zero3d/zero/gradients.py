@@ -16,6 +16,7 @@ from torch import Tensor
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.unit import GradientPlan, UnitPlan
 from zero3d.distributed.axis import Pending
+from zero3d.zero.gradient_memory import GradientMemory
 from zero3d.zero.gradient_shards import GradientShard, RankOrderShard
 from zero3d.zero.local_gradients import LocalGradients
 from zero3d.zero.streams import ToHost
@@ -35,6 +36,8 @@ class Gradients:
         self.local = LocalGradients(layout, parts)
         self.reduced = make(name, layout, parts, self.local)
         self.state = State.EMPTY
+        self._lent = False
+        self._drain()
 
     @property
     def unit_plan(self) -> UnitPlan:
@@ -60,7 +63,7 @@ class Gradients:
         if self.state is State.REDUCING:
             self.finish()
         self.reduced.make_way(self.state is State.REDUCED)
-        if self.local.buffer is None:
+        if not self.local.is_open:
             self.local.open()
         self.state = State.FILLING
 
@@ -139,16 +142,40 @@ class Gradients:
     def complete(self) -> None:
         """Complete the step's sum: nothing more comes."""
         self.finish()
+        if not self.is_there:  # of a unit that is trained since the step's last backward
+            self.reduced.provide()
+            self.reduced.shard.zero_()
         self.reduced.complete()
 
+    @property
+    def is_there(self) -> bool:
+        """Return whether reduced gradients have memory, and can be read."""
+        return self.reduced.is_there
+
     def reset(self) -> None:
-        """Forget this step's gradients."""
+        """Forget this step's gradients, and give back their memory unless a deferred update reads it."""
         self.local.let_go()
         self.finish()
         self.local.close()
         self.local.filled.clear()
         self.reduced.reset()
         self.state = State.EMPTY
+        if not self._lent:
+            self._drain()
+
+    def lend(self) -> Tensor:
+        """Return what is `owned`, with memory until `return_`: for an update that is made after the step."""
+        self._lent = True
+        return self.owned
+
+    def take_back(self) -> None:
+        """Give back the memory of what was lent: its update is over, and nothing has come since."""
+        self._lent = False
+        self._drain()
+
+    def _drain(self) -> None:
+        for each in self.memory:
+            each.drain()
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -168,6 +195,12 @@ class Gradients:
         return self.reduced.to_host
 
     @property
+    def memory(self) -> list[GradientMemory]:
+        """Memory of gradients that comes and goes with a step."""
+        return [*self.local.memory, *self.reduced.memory]
+
+    @property
     def buffers(self) -> list[Tensor]:
-        """Buffers that live between steps."""
-        return self.reduced.buffers
+        """Buffers of gradients, also without memory."""
+        local = [] if self.local.buffer is None else [self.local.buffer]
+        return [*local, *([each.buffer for each in self.reduced.memory] or [self.shard])]

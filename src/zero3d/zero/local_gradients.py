@@ -18,6 +18,7 @@ from torch import Tensor
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.unit import GradientPlan
 from zero3d.precision import torch_dtype
+from zero3d.zero.gradient_memory import GradientMemory
 from zero3d.zero.unit_parts import UnitParts, parameter_views
 
 HELD = 1 << 24  # bytes of a unit's gradients that wait for others: of which a copy takes about 10 us on an accelerator
@@ -26,14 +27,14 @@ HELD = 1 << 24  # bytes of a unit's gradients that wait for others: of which a c
 class LocalGradients:
     """Owns a unit's gradients from autograd to the end of their reduction.
 
-    buffer    None while nothing has come, unless it is kept
+    buffer    None while nothing has come, unless it is kept: its memory comes with the first gradient of a step
     filled    numbers of the parameters that have a gradient, in the buffer or held
     """
 
     def __init__(self, layout: UnitLayout, parts: UnitParts) -> None:
         assert parts.plan.gradients is not None
         self._layout = layout
-        self._arena, self._wide = parts.arena, parts.wide
+        self._arena, self._wide, self._memory = parts.arena, parts.wide, parts.gradient_memory
         self._plan = parts.plan.gradients
         self.elements, self.used = layout.total * parts.sources, layout.numel * parts.sources
         self.buffer: Tensor | None = None
@@ -43,12 +44,17 @@ class LocalGradients:
         self._held_bytes = 0
         self._adding: set[int] = set()  # of those that are held, to what came before
         self._aside: Tensor | None = None
+        self._kept: GradientMemory | None = None
         if self._plan.kept:
-            self._use(self._arena.allocate("gradients", self.elements, self.used, self._dtype))
+            self._keep(self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:
         return torch_dtype(self._plan.local)
+
+    def _keep(self, dtype: torch.dtype) -> None:
+        self._kept = self._memory(self.elements, self.used, dtype)
+        self._use(self._kept.buffer)
 
     def _use(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -72,9 +78,22 @@ class LocalGradients:
         """Return whether gradients are taken into another buffer than the one that is kept."""
         return self._aside is not None
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether gradients can be taken."""
+        return self.buffer is not None and (self._kept is None or self._kept.there)
+
     def open(self) -> None:
-        """Borrow a buffer."""
-        self._use(self._borrow(self._dtype))
+        """Borrow a buffer, or have memory for the one that is kept."""
+        if self._kept is None:
+            self._use(self._borrow(self._dtype))
+        else:
+            self._kept.fill()
+
+    @property
+    def memory(self) -> list[GradientMemory]:
+        """That of a buffer that is kept."""
+        return [] if self._kept is None else [self._kept]
 
     def step_aside(self) -> None:
         """Take gradients into a borrowed buffer until `close`, and leave the kept one as it is."""
@@ -119,14 +138,17 @@ class LocalGradients:
     def widen(self, plan: GradientPlan) -> None:
         """Accumulate in the dtype of sums from here on: of a kept buffer, in all steps to come."""
         self.land()
-        old, self._plan = self.buffer, plan
+        old, narrow, self._plan = self.buffer, self._kept, plan
         assert old is not None
-        if not plan.kept:
+        if narrow is None:
             self._use(self._borrow(self._wide).copy_(old))
             self._arena.give_back("bucket", old)
             return
-        self._use(self._arena.allocate("gradients", self.elements, self.used, self._wide).copy_(old))
-        self._arena.free("gradients", old, self.used)
+        self._keep(self._wide)
+        self.open()
+        assert self.buffer is not None
+        self.buffer.copy_(old)
+        narrow.drain()
 
     def close(self) -> None:
         """Give a borrowed buffer back when its gradients are reduced, and go on with the kept one, if there is one."""

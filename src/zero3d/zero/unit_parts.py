@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
@@ -23,6 +24,7 @@ from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
 from zero3d.precision import torch_dtype
+from zero3d.zero.gradient_memory import GradientMemory
 from zero3d.zero.streams import ToHost
 
 if TYPE_CHECKING:
@@ -88,6 +90,10 @@ class UnitParts(NamedTuple):
     def sources(self) -> int:
         """Return how many ranks' tokens give gradients that are kept apart."""
         return self.plan.sources
+
+    def gradient_memory(self, elements: int, used: Fraction | int, dtype: torch.dtype) -> GradientMemory:
+        """Return memory for gradients of a unit like this, of which `used` elements stand for parameters."""
+        return GradientMemory(self.arena, elements, used, dtype, self.plan.policy.poison)
 
     def slot(self, full: Tensor) -> Tensor:
         """Return this rank's slice of a unit's storage."""

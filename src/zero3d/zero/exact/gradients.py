@@ -10,6 +10,7 @@ from zero3d.blueprint.layout import UnitLayout
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
+from zero3d.zero.gradient_memory import GradientMemory
 from zero3d.zero.gradient_shards import GradientShard
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.unit_parts import State, UnitParts
@@ -56,8 +57,9 @@ class ExactShard(GradientShard):
         layout, local = self._layout, self._local
         self._per_step = not self.unit_plan.policy.often
         size, used = (local.elements, local.used) if self._per_step else (layout.shard, layout.used_per_shard)
-        self._counter = Counter(self._arena, size, used, self._wide)
-        self._alone: Tensor | None = None  # the shard of a step of one micro-batch
+        provide = partial(self._parts.gradient_memory, size, used, self._wide)
+        self._counter = Counter(self._arena, size, self._wide, provide)
+        self._alone: GradientMemory | None = None  # the shard of a step of one micro-batch
         self._most = 0
         self._provide(self.unit_plan.policy.summands)
 
@@ -68,22 +70,34 @@ class ExactShard(GradientShard):
         self._most, used = micro_batches, self._layout.used_per_shard
         self.unit_plan = self.unit_plan.of_steps(micro_batches)
         if self._per_step and self.plan.shard:
-            self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
-            self._put(self._alone)
+            self._alone = self._parts.gradient_memory(self._layout.shard, used, self._wide)
+            self._put(self._alone.buffer)
             return
         if self._alone is not None:
-            self._arena.free("gradients", self._alone, used)
+            self._alone.drain()
             self._alone = None
         first = self._counter.grow(self.plan.counters)
-        self._put(self._slot(first) if self._per_step else first)
+        if first.there:  # it is new; else the shard is in it
+            self._put(self._slot(first.buffer) if self._per_step else first.buffer)
 
     def _slot(self, sums: Tensor) -> Tensor:
         """Return this rank's slot of a buffer of the whole unit's sums."""
         return self._parts.slot(self._first_row(sums))
 
     @property
-    def buffers(self) -> list[Tensor]:
-        return self._counter.buffers if self._alone is None else [self._alone]
+    def memory(self) -> list[GradientMemory]:
+        return self._counter.memory if self._alone is None else [self._alone]
+
+    @property
+    def is_there(self) -> bool:
+        return self._counter.count > 0 if self._alone is None else self._alone.there
+
+    def provide(self) -> None:
+        if self._alone is not None:
+            self._alone.fill()
+        elif not self._counter.count:
+            sums = self._counter.open()
+            self._put(self._slot(sums) if self._per_step else sums)
 
     @property
     def whole(self) -> Tensor:
@@ -142,7 +156,7 @@ class ExactShard(GradientShard):
     def _sum_of_ranks(self, terms: list[Tensor]) -> None:
         """Add up the only terms of a step, in the shard."""
         if self._alone is not None:
-            self._put(add_tree(terms, self._alone, self._arena))
+            self._put(add_tree(terms, self._alone.fill(), self._arena))
         elif not self._counter.count:
             self._put(add_tree(terms, self._slot(self._counter.open()), self._arena))
         else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
+from zero3d.zero.gradient_memory import GradientMemory
 
 
 def add_tree(terms: Sequence[Tensor], out: Tensor, arena: Arena) -> Tensor:
@@ -32,31 +32,41 @@ class Counter:
         summand         0     1      2         3        4
         sums         0     01     01, 2     0123     0123, 4          older first; 2 buffers at most for 5 summands
 
-    It keeps its `buffers`; there are as many as `stages.counter_buffers` says of the most summands there have been.
+    It has as many buffers as `stages.counter_buffers` says of the most summands there have been; each has memory from
+    its first use on.
+
+    provide  makes a buffer
+    memory   of all buffers
     """
 
-    def __init__(self, arena: Arena, elements: int, used: Fraction | int, dtype: torch.dtype) -> None:
+    def __init__(self, arena: Arena, elements: int, dtype: torch.dtype, provide: Callable[[], GradientMemory]) -> None:
         self._arena = arena
         self._elements = elements
-        self._used = used
         self._dtype = dtype
-        self.buffers: list[Tensor] = []
-        self._free: list[Tensor] = []
+        self._provide = provide
+        self.memory: list[GradientMemory] = []
+        self._free: list[GradientMemory] = []
         self._sums: list[Tensor] = []
+        self._used: list[GradientMemory] = []  # by sums
         self.count = 0
 
-    def grow(self, buffers: int) -> Tensor:
-        """Allocate up to so many buffers, and return the first of all."""
-        while len(self.buffers) < buffers:
-            self.buffers.append(self._arena.allocate("gradients", self._elements, self._used, self._dtype))
-            self._free.append(self.buffers[-1])
-        return self.buffers[0]
+    def grow(self, buffers: int) -> GradientMemory:
+        """Make up to so many buffers, and return the first of all."""
+        while len(self.memory) < buffers:
+            self.memory.append(self._provide())
+            self._free.append(self.memory[-1])
+        return self.memory[0]
+
+    def _open_sum(self) -> Tensor:
+        self._used.append(self._free.pop())
+        self._sums.append(self._used[-1].fill())
+        return self._sums[-1]
 
     def push(self, terms: Sequence[Tensor]) -> None:
         """Add the sum of `terms`, which is the next summand."""
         number, self.count = self.count, self.count + 1
         if not number & 1:
-            self._sums.append(add_tree(terms, self._free.pop(), self._arena))
+            add_tree(terms, self._open_sum(), self._arena)
             return
         if len(terms) == 1:
             self._sums[-1].add_(terms[0])
@@ -70,13 +80,12 @@ class Counter:
     def _merge(self) -> None:
         newer = self._sums.pop()
         self._sums[-1].add_(newer)
-        self._free.append(newer)
+        self._free.append(self._used.pop())
 
     def open(self) -> Tensor:
         """Return an empty buffer, which the caller fills with the sum of all summands."""
         self.count = 1
-        self._sums.append(self._free.pop())
-        return self._sums[0]
+        return self._open_sum()
 
     def total(self) -> Tensor:
         """Return the sum of all summands, after the last one."""
@@ -86,6 +95,6 @@ class Counter:
 
     def clear(self) -> None:
         """Forget all sums."""
-        self._free = list(self.buffers)
-        self._sums = []
+        self._free = list(self.memory)
+        self._sums, self._used = [], []
         self.count = 0

@@ -1,0 +1,47 @@
+"""Memory of gradients: there from their first use in a step to the update of their unit.
+
+    forward          nothing
+    backward         each unit's from its first gradient, or from its reduction on
+    step             all of them; each is given back when its unit has been updated
+
+What is written there first covers all that is read: memory comes as it is. Between parameters, where there is padding,
+it may hold anything.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+from zero3d.memory.arena import Arena
+
+
+class GradientMemory:
+    """Owns a flat buffer whose memory comes and goes; views of it stay, and no optimizer has to be told.
+
+    It begins with memory, in which views are cut.
+
+    buffer    not to be read or written while it is not `there`: that is a segmentation fault
+    poisoned  memory that is given back is filled with NaN and stays: finds who reads it
+    """
+
+    def __init__(
+        self, arena: Arena, elements: int, used: Fraction | int, dtype: torch.dtype, poisoned: bool = False
+    ) -> None:
+        self._arena, self._used, self._poisoned = arena, used, poisoned
+        self.buffer = arena.reserve("gradients", elements, used, dtype)
+        self.there = True
+
+    def fill(self) -> torch.Tensor:
+        """Return the buffer with memory, which nobody has written."""
+        if not self.there:
+            self.there = True
+            self._arena.fill("gradients", self.buffer, self._used)
+        return self.buffer
+
+    def drain(self) -> None:
+        """Give the memory back, if it is there."""
+        if self.there:
+            self.there = False
+            self._arena.drain("gradients", self.buffer, self._poisoned, used=self._used)
