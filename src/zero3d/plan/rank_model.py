@@ -39,6 +39,7 @@ class RankUnit(NamedTuple):
     name      as the engine names it
     owner     the module (or the root) whose parameters these are
     names     of its parameters, by the number of the slot
+    deferred  its gradients may come in several parts (`blueprint.units`)
     layout    shared by units that are alike in all but names: its slots have numbers for names
     kind      what decides about it
     largest   elements of its largest parameter
@@ -49,6 +50,7 @@ class RankUnit(NamedTuple):
     name: str
     owner: str
     names: tuple[str, ...]
+    deferred: bool
     layout: UnitLayout
     kind: Kind
     largest: int
@@ -67,8 +69,8 @@ class RankUnit(NamedTuple):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Return what units have in common that are alike in all but names: the key of their bytes."""
-        return self.layout.shape, *self[4:]
+        """Return what units have in common that differ in names and in when they are used: the key of their bytes."""
+        return self.layout.shape, *self[5:]
 
     def plan(self, plan: ParallelPlan) -> UnitPlan:
         """Return what the unit is under a plan."""
@@ -208,9 +210,15 @@ def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
+    tied = {unit.copy_of for part in parts for unit in part.units}
     apart, precision = plan.dispatches, plan.precision
     members = [
-        Member(weight, owner, _kind(weight.itemsize, weight.trainable, weight.stacked and apart, precision))
+        Member(
+            weight,
+            owner,
+            _kind(weight.itemsize, weight.trainable, weight.stacked and apart, precision),
+            tied=unit.name in tied,
+        )
         for part in parts
         for unit in part.units
         if unit.copy_of not in names
@@ -233,7 +241,8 @@ def _kind(itemsize: int | None, trainable: bool, experts: bool, precision: str) 
 def _unit(found: FoundUnit[Weight], plan: ParallelPlan) -> RankUnit:
     weights = found.parameters
     order, unit = _laid_out(tuple(weight.unnamed for weight in weights), found.kind, plan)
-    return unit._replace(name=found.name, owner=found.owner, names=tuple(weights[number].name for number in order))
+    names = tuple(weights[number].name for number in order)
+    return unit._replace(name=found.name, owner=found.owner, names=names, deferred=found.deferred)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -252,7 +261,7 @@ def _laid_out(weights: tuple[Weight, ...], kind: Kind, plan: ParallelPlan) -> tu
     order = [int(slot.name) for slot in layout.slots]
     forms = tuple((slot, form) for slot, number in enumerate(order) if (form := weights[number].form) is not None)
     degrees = tuple((slot, tp) for slot, _ in forms if weights[order[slot]].cut is not None)
-    return order, RankUnit("", "", (), layout, kind, max(slot.numel for slot in layout.slots), forms, degrees)
+    return order, RankUnit("", "", (), False, layout, kind, max(slot.numel for slot in layout.slots), forms, degrees)
 
 
 @lru_cache(maxsize=256)

@@ -58,27 +58,24 @@ def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, 
 
 @lru_cache(maxsize=4096)
 def _backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
-    copies = {unit.copy_of for part in model.parts for unit in part.units} - {None}
-    tied = frozenset(str(name).partition("/")[0] for name in copies) if plan.pp == 1 else frozenset()
     by_chunk = rank_model(model, plan, pp_stage).part_units
-    return {number: _Chunk(part_units[::-1], tied, plan).backward() for number, part_units in by_chunk.items()}
+    return {number: _Chunk(part_units[::-1], plan).backward() for number, part_units in by_chunk.items()}
 
 
 class _Chunk:
     """Sums up the buffers of one model chunk's backward.
 
-    late    units that are reduced last, each once: the root's, which belong to several parts, and tied ones
+    late    units that are deferred, which several parts have, each once
     turns   all others by part, in the order of backwards; those of as many bytes are one object
     early   of these the trainable ones, in the order of their reductions
     passed  how many of them come before each part
     """
 
-    def __init__(self, order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> None:
-        """Sort units. order: by part, in the order of backwards; tied: owners that the first and last part use."""
-        self.plan, self.policy = plan, policy_of(plan)
-        last, alike = {ROOT, *tied}, dict[tuple[int, int, Kind], RankUnit]()
-        self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.owner in last))
-        self.turns = [[alike.setdefault(_sizes(u), u) for u in units if u.owner not in last] for units in order]
+    def __init__(self, order: Sequence[Sequence[RankUnit]], plan: ParallelPlan) -> None:
+        """Sort units. order: by part, in the order of backwards."""
+        self.plan, self.policy, alike = plan, policy_of(plan), dict[tuple[int, int, Kind], RankUnit]()
+        self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.deferred))
+        self.turns = [[alike.setdefault(_sizes(u), u) for u in units if not u.deferred] for units in order]
         self.early = [unit for units in self.turns for unit in units if unit.trainable]
         self.passed = [0, *accumulate(sum(unit.trainable for unit in units) for units in self.turns)]
 
