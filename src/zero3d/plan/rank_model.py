@@ -24,7 +24,7 @@ from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import SCHEDULES, Schedule
 from zero3d.plan.decided import policy_of, ranks_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
-from zero3d.spec.dtypes import BF16, BY_NAME, FP32, FP64, Dtype
+from zero3d.spec.dtypes import BF16, FP32, FP64, Dtype
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.zero import Zero
@@ -211,12 +211,12 @@ def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
     tied = {unit.copy_of for part in parts for unit in part.units}
-    apart, precision = plan.dispatches, plan.precision
+    apart, compute = plan.dispatches, plan.compute
     members = [
         Member(
             weight,
             owner,
-            _kind(weight.itemsize, weight.trainable, weight.stacked and apart, precision),
+            _kind(weight.itemsize, weight.trainable, weight.stacked and apart, compute),
             tied=unit.name in tied,
         )
         for part in parts
@@ -234,8 +234,8 @@ def _decided(kind: Kind, plan: ParallelPlan) -> UnitPlan:
 
 
 @lru_cache(maxsize=1024)
-def _kind(itemsize: int | None, trainable: bool, experts: bool, precision: str) -> Kind:
-    return Kind(dtype_of(itemsize, precision), trainable, experts)
+def _kind(itemsize: int | None, trainable: bool, experts: bool, compute: Dtype) -> Kind:
+    return Kind(dtype_of(itemsize, compute), trainable, experts)
 
 
 def _unit(found: FoundUnit[Weight], plan: ParallelPlan) -> RankUnit:
@@ -274,9 +274,8 @@ def _check_cuts(model: ModelSpec, tp: int, ep: int, dispatches: bool) -> None:
             _check_cut(weight, tp)
 
 
-def dtype_of(width: int | None, precision: str) -> Dtype:
+def dtype_of(width: int | None, run: Dtype) -> Dtype:
     """Return the dtype of a weight of so many bytes, or the run's; a 16-bit run alone keeps fp32 beside its own."""
-    run = BY_NAME[precision]
     if width is None or width == run.itemsize or (width == FP32.itemsize and run.itemsize > BF16.itemsize):
         return run
     return BY_WIDTH[width]
