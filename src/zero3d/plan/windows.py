@@ -19,14 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zero3d.account.transients import (
-    Reduction,
-    arriving_bytes,
-    reduction_of,
-    sum_of_sources,
-    sum_over_copies,
-    sums_of_copies,
-)
+from zero3d.account.transients import arriving_bytes, reduction_of, sum_of_sources, sum_over_copies, sums_of_copies
 from zero3d.blueprint.unit import Kind
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
 from zero3d.distributed.unit_order import AHEAD, IN_FLIGHT, ROOT
@@ -202,11 +195,10 @@ def sums_bytes(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan) -> float:
     """Return the bytes of one reduction under way. What several sources have is summed first, in the reduced dtype."""
     of, n, shard = unit.plan(plan), unit.layout.n, unit.layout.shard
-    assert of.gradients is not None
-    wide, summed = of.policy.master.itemsize, float(sum_of_sources(of, unit.layout.total))
+    summed, how = float(sum_of_sources(of, unit.layout.total)), reduction_of(of, plan.accumulate)
     if n == 1:
         return summed
-    if of.policy.exact:  # what arrives, and shards of sums in the tree
-        arrives = Reduction(n - 1, of.gradients.travels.itemsize, casts=False, terms=True, lands=False).nbytes(shard)
-        return summed + arrives + shard * wide * n.bit_length() / IN_FLIGHT
-    return summed + reduction_of(of, plan.accumulate).nbytes(shard)
+    if of.policy.exact:  # sums in the tree, beside others' terms: not all of them are there at the fullest instant
+        tree = shard * of.policy.master.itemsize * n.bit_length() / IN_FLIGHT
+        return summed + how._replace(slots=n - 1).nbytes(shard) + tree
+    return summed + how.nbytes(shard)
