@@ -172,8 +172,8 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     own = rings.get("optimizer", 0)
     on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
     staging = 0
-    if policy_of(plan).gradients and (plan.offload.executor != HOST or plan.offload.fraction < 1):
-        staging = gradient_staging(shard.bucket, policy_of(plan).held.itemsize)
+    if plan.offload.executor != HOST or plan.offload.fraction < 1:
+        staging = gradient_staging(shard.bucket, policy_of(plan))
     if plan.offload.executor == HOST:
         on_device, on_host = 0, on_host + padded((4 + plan.compute.itemsize) * shard.bucket)
     return {DEVICE: on_device + staging, HOST: on_host + (own if is_buffered(plan.offload.optimizer) else 0)}
@@ -236,8 +236,8 @@ class _Holding:
         policy = policy_of(self.plan)
         share = [unit.layout.shard if policy.row.shards_optimizer else unit.layout.total for unit in units]
         elements = sum(size for unit, size in zip(units, share, strict=True) if unit.kind.dtype == policy.compute)
-        rounds, splits = self.plan.precision == "bf16", policy.splits
-        scratch = float(rounds * master_scratch(elements, "cuda", splits))
+        splits = policy.splits
+        scratch = float((splits or policy.casts) * master_scratch(elements, "cuda", splits))
         if OPTIMIZERS[self.plan.optimizer].coded:
             decoded = IN_STEP * update_scratch(sum(share), "cuda")
             scratch = scratch + decoded if splits else max(scratch, decoded)
@@ -258,10 +258,8 @@ class _Holding:
             return 0.0
         policy = policy_of(plan)
         copies = policy.compute.itemsize * policy.params
-        splits, casts = policy.splits, plan.precision == "bf16" and not policy.splits
-        narrow = policy.held.itemsize < policy.master.itemsize
-        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts, narrow)
-        return float(scratch + copies * self.shard.bucket)
+        how = policy.splits, plan.offload.moments == "bf16", policy.casts, policy.narrow
+        return float(record_scratch(self.shard.bucket, "cuda", *how) + copies * self.shard.bucket)
 
 
 def _without_wire(moving: Backward) -> Backward:

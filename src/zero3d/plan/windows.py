@@ -157,10 +157,7 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
 
 def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions come to, where they are kept on the host: under way, or leaving."""
-    policy = policy_of(plan)
-    if not policy.gradients:
-        return 0
-    return arriving_bytes([unit.layout.shard for unit in reduced], policy.held.itemsize, policy.master.itemsize)
+    return arriving_bytes([unit.layout.shard for unit in reduced], policy_of(plan))
 
 
 def _behind(reduced: Sequence[RankUnit]) -> list[RankUnit]:
