@@ -42,8 +42,11 @@ def on_a_backend(plan):
     return decide(plan.kind, plan.policy, Ranks(*sizes, *plan.ranks[3:]))
 
 
-def laid_out(layout):
-    return layout.slots, layout.n, layout.copies, layout.ep, layout.shard
+def laid_out(layout, names=None):
+    """names: of its slots, where these have numbers instead."""
+    names = names or [slot.name for slot in layout.slots]
+    slots = [slot._replace(name=name) for slot, name in zip(layout.slots, names, strict=True)]
+    return slots, layout.n, layout.copies, layout.ep, layout.shard
 
 
 def of_the_engine(model, plan, rank=0):
@@ -66,7 +69,7 @@ def of_the_engine(model, plan, rank=0):
 
 def of_the_planner(spec, plan, stage):
     units = [unit for units in rank_model(spec, plan, stage).units.values() for unit in units]
-    return [(unit.name, unit.deferred, unit.plan(plan), laid_out(unit.layout)) for unit in units]
+    return [(unit.name, unit.deferred, unit.plan(plan), laid_out(unit.layout, unit.names)) for unit in units]
 
 
 @pytest.mark.parametrize(("name", "settings"), [
