@@ -31,6 +31,7 @@ from zero3d.blueprint.state_spans import Span, Updated
 from zero3d.distributed.choice import NATIVE, PAIRWISE
 from zero3d.distributed.unit_order import AHEAD
 from zero3d.memory.scratch import update_bucket
+from zero3d.spec.dtypes import BF16
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.sections import Spec
@@ -194,8 +195,10 @@ def test_copies_of_a_shard_sum_in_the_dtype_of_sums_over_their_own_number():
 
 
 def test_sums_on_their_way_to_the_host_are_two_and_one_that_leaves_in_the_dtype_it_has_there():
-    assert arriving_bytes([10, 20, 30, 40], held=4, wide=4) == (30 + 40) * 4 + 20 * 4
-    assert arriving_bytes([10, 20, 30, 40], held=2, wide=4) == (30 + 40) * (4 + 2) + 20 * 2
+    shards, policy = [10, 20, 30, 40], Policy.of(Spec())._replace(gradients=True)
+    assert arriving_bytes(shards, policy) == (30 + 40) * 4 + 20 * 4
+    assert arriving_bytes(shards, policy._replace(held=BF16)) == (30 + 40) * (4 + 2) + 20 * 2
+    assert arriving_bytes(shards, policy._replace(gradients=False)) == 0
 
 
 def test_records_that_pass_the_device_have_a_ring_and_masters_in_halves_are_widened():

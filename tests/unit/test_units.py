@@ -9,9 +9,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero3d
 from zero3d.blueprint.policy import Group, Policy, Ranks
 from zero3d.blueprint.unit import Kind, decide
-from zero3d.blueprint.units import Member, group_parameters, lay_out
+from zero3d.blueprint.units import Member, group_parameters, in_turn, lay_out
 from zero3d.config import Optimizer
 from zero3d.distributed.choice import NATIVE
+from zero3d.distributed.unit_order import ROOT
 from zero3d.optim import adamw8bit
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ParallelPlan
@@ -41,12 +42,15 @@ def on_a_backend(plan):
     return decide(plan.kind, plan.policy, Ranks(*sizes, *plan.ranks[3:]))
 
 
-def laid_out(layout):
-    return layout.slots, layout.n, layout.copies, layout.ep, layout.shard
+def laid_out(layout, names=None):
+    """names: of its slots, where these have numbers instead."""
+    names = names or [slot.name for slot in layout.slots]
+    slots = [slot._replace(name=name) for slot, name in zip(layout.slots, names, strict=True)]
+    return slots, layout.n, layout.copies, layout.ep, layout.shard
 
 
 def of_the_engine(model, plan, rank=0):
-    """Its place on the pp axis, and units in order: name, what the unit is, and its layout."""
+    """Its place on the pp axis, and units in order: name, whether deferred, what the unit is, and its layout."""
     if dist.is_initialized():  # another test's, of one process
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=plan.world, store=FakeStore())
@@ -58,14 +62,14 @@ def of_the_engine(model, plan, rank=0):
             param_groups=parameter_groups(model, Optimizer()), gather_wire=plan.zero.gather_wire,
             slow_wire=plan.zero.slow_wire, reduce_scatter=plan.zero.reduce_scatter,
         )  # fmt: skip
-        return mesh.place.pp, [(u.name, on_a_backend(u.plan), laid_out(u.layout)) for u in engine.units]
+        return mesh.place.pp, [(u.name, u.deferred, on_a_backend(u.plan), laid_out(u.layout)) for u in engine.units]
     finally:
         dist.destroy_process_group()
 
 
 def of_the_planner(spec, plan, stage):
     units = [unit for units in rank_model(spec, plan, stage).units.values() for unit in units]
-    return [(unit.name, unit.plan(plan), laid_out(unit.layout)) for unit in units]
+    return [(unit.name, unit.deferred, unit.plan(plan), laid_out(unit.layout, unit.names)) for unit in units]
 
 
 @pytest.mark.parametrize(("name", "settings"), [
@@ -106,6 +110,19 @@ def test_what_token_ids_are_looked_up_in_is_the_first_unit_wherever_it_is():
         Member("norm", "embed", Kind(BF16)),
     ]
     assert [unit.owner for unit in group_parameters(members)] == ["embed", "vision"]
+
+
+def test_the_roots_units_and_those_with_tied_parameters_are_deferred_and_needed_first():
+    members = [
+        Member("norm", "block", Kind(BF16)),
+        Member("table", "embed", Kind(BF16), tied=True),
+        Member("bias", "embed", Kind(BF16)),
+        Member("adapter", "embed", Kind(FP32)),
+        Member("scale", ROOT, Kind(BF16)),
+    ]
+    units = group_parameters(members)
+    assert [unit.deferred for unit in units] == [False, True, False, True]
+    assert [unit.parameters for unit in in_turn(units)] == [["table", "bias"], ["scale"], ["norm"], ["adapter"]]
 
 
 def test_a_layout_has_shards_for_all_ranks_and_copies_and_cuts_no_block_of_optimizer_or_message():

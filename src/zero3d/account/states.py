@@ -31,7 +31,6 @@ from zero3d.blueprint.policy import Group, Policy, Ranks
 from zero3d.blueprint.stages import stage_row
 from zero3d.blueprint.unit import GradientPlan, Kind, UnitPlan, decide
 from zero3d.distributed.block_bytes import BLOCK, CODE_BITS, block_bytes
-from zero3d.spec.dtypes import BY_NAME
 from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
 
@@ -87,18 +86,6 @@ class Held(NamedTuple):
 
 
 NOTHING = Held(NO_BYTES, Fraction(0))
-
-
-class Widths(NamedTuple):
-    """Bytes per parameter: compute weight (w), reduced gradient (a), optimizer states of Adam (k)."""
-
-    weight: int
-    reduced: int
-    optimizer: int
-
-
-# In fp32 and fp64 the weight shard is the master, so k counts only m and v.
-WIDTHS = {"bf16": Widths(2, 4, 12), "fp16": Widths(2, 4, 12), "fp32": Widths(4, 4, 8), "fp64": Widths(8, 8, 16)}
 
 
 @lru_cache(maxsize=4096)
@@ -173,8 +160,8 @@ def engine_bytes(
 
     optimizer  k, where it is not that of Adam with fp32 masters
     """
-    widths = WIDTHS[precision]
-    k = widths.optimizer if optimizer is None else optimizer
     spec = Spec(Zero(stage, release=release, reduce=reduce, exact=exact), precision=precision, accumulate=accumulate)
-    unit = decide(Kind(BY_NAME[precision]), Policy.of(spec), Ranks(Group(n)))
-    return per_parameter(unit, k)
+    policy = Policy.of(spec)
+    unit = decide(Kind(policy.compute), policy, Ranks(Group(n)))
+    adam = policy.stored(policy.compute.itemsize) + 2 * policy.master.itemsize
+    return per_parameter(unit, adam if optimizer is None else optimizer)

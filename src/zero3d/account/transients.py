@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import FP32
 from zero3d.blueprint.blueprint import BlueprintUnit
+from zero3d.blueprint.policy import Policy
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
 from zero3d.distributed.choice import PAIRWISE
@@ -193,17 +194,19 @@ def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
     return 0 if executor == HOST else ring_bytes(record) + record_scratch(update_bucket(device), device, splits)
 
 
-def gradient_staging(elements: int, held: int) -> int:
-    """Return the bytes in which gradients of `held` bytes come back from the host, of such buckets: one ahead."""
-    return STAGED * held * elements
+def gradient_staging(elements: int, policy: Policy) -> int:
+    """Return the bytes in which gradients come back that wait off the device, of such buckets: one ahead."""
+    return STAGED * policy.held.itemsize * elements if policy.gradients else 0
 
 
-def arriving_bytes(shards: Sequence[int], held: int, wide: int) -> int:
-    """Return the bytes of sums on their way to the host, of shards in the order of their reductions.
+def arriving_bytes(shards: Sequence[int], policy: Policy) -> int:
+    """Return the bytes of sums that are to wait off the device, of shards in the order of their reductions.
 
-    The last ones are under way, with what is added to them in the dtype that the host has; those before are leaving.
+    The last ones are under way, with what is added to them in the dtype that waits; those before are leaving.
     """
-    narrow = held if held < wide else 0
+    if not policy.gradients:
+        return 0
+    wide, narrow = policy.master.itemsize, policy.held.itemsize * policy.narrow
     under_way, leaving = shards[-IN_FLIGHT:], shards[-IN_FLIGHT - LEAVING : -IN_FLIGHT]
     return sum(under_way) * (wide + narrow) + sum(leaving) * (narrow or wide)
 

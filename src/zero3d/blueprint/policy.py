@@ -16,7 +16,7 @@ from zero3d.blueprint.layout import GROUP
 from zero3d.blueprint.stages import Stage, resolve_policies, splits_master, stage_row
 from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.choice import NATIVE, PAIRWISE, sends_terms, travels
-from zero3d.spec.dtypes import BY_NAME, FP32, FP64, Dtype, master_of
+from zero3d.spec.dtypes import BF16, BY_NAME, FP32, FP64, Dtype, master_of
 from zero3d.spec.mesh import EXACT
 from zero3d.spec.offload import Offload
 from zero3d.spec.sections import Spec
@@ -103,6 +103,16 @@ class Policy(NamedTuple):
         """Return whether reduced gradients may wait off the device: shards that come after every micro-batch."""
         return self.row.shards_gradients and self.often and not self.exact
 
+    @property
+    def narrow(self) -> bool:
+        """Return whether reduced gradients wait in a narrower dtype than they are summed in."""
+        return self.held.itemsize < self.master.itemsize
+
+    @property
+    def casts(self) -> bool:
+        """Return whether stored masters are cast to weights by `precision.cast_all`, which takes scratch."""
+        return self.compute == BF16 and not self.splits
+
     def stored(self, weight: int) -> int:
         """Return the bytes per parameter that are stored of masters beside weights of `weight` bytes."""
         wide = self.master.itemsize
@@ -134,7 +144,7 @@ def _resolve(zero: Zero, offload: Offload, precision: str, pp: int, accumulate: 
         coded=zero.gather_wire != SAME,
         params=offload.params != "none",
         gradients=offload.gradients_leave,
-        held=BY_NAME["bf16"] if offload.gradient_dtype == "bf16" else master,
+        held=BF16 if offload.gradient_dtype == "bf16" else master,
         slow=zero.slow_wire,
         stochastic=zero.slow_rounding == "stochastic",
         apart=apart,

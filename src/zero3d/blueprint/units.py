@@ -3,16 +3,20 @@
 model.layers.0                  all parameters of a module, where they are alike in dtype and in being trained
 model.layers.0/trainable-bf16   those of one kind, where it has several: frozen ones, some that stay in fp32
 model.layers.0/experts          its experts that tokens are sent to
+
+A unit is deferred whose gradients may come in several parts: the root's, which any module may use between others, and
+those with tied parameters. A forward needs deferred units first, and they are reduced last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from zero3d.blueprint.layout import Shape, UnitLayout
 from zero3d.blueprint.policy import Policy, Ranks
 from zero3d.blueprint.unit import Kind
+from zero3d.distributed.unit_order import ROOT
 
 T = TypeVar("T")
 
@@ -22,21 +26,24 @@ class Member(NamedTuple, Generic[T]):
 
     owner  name of the module whose parameters make units together, or ROOT
     first  token ids are looked up in it: whatever its place in the model, its unit is the first
+    tied   other modules use it, too
     """
 
     parameter: T
     owner: str
     kind: Kind
     first: bool = False
+    tied: bool = False
 
 
 class FoundUnit(NamedTuple, Generic[T]):
-    """The parameters of a unit, in model order."""
+    """The parameters of a unit, in model order. deferred: its gradients may come in several parts."""
 
     name: str
     owner: str
     kind: Kind
     parameters: list[T]
+    deferred: bool
 
 
 def group_parameters(members: Iterable[Member[T]]) -> list[FoundUnit[T]]:
@@ -49,7 +56,13 @@ def group_parameters(members: Iterable[Member[T]]) -> list[FoundUnit[T]]:
         kinds.setdefault(owner, []).append(kind)
     ordered = sorted(found.items(), key=lambda item: not any(member.first for member in item[1]))
     return [
-        FoundUnit(_name(owner, kind, kinds[owner]), owner, kind, [member.parameter for member in own])
+        FoundUnit(
+            _name(owner, kind, kinds[owner]),
+            owner,
+            kind,
+            [member.parameter for member in own],
+            owner == ROOT or any(member.tied for member in own),
+        )
         for (owner, kind), own in ordered
     ]
 
@@ -60,6 +73,24 @@ def _name(owner: str, kind: Kind, kinds: Sequence[Kind]) -> str:
     if sum(other.experts == kind.experts for other in kinds) == 1:
         return name
     return f"{name}/{'trainable' if kind.trainable else 'frozen'}-{kind.dtype.name}"
+
+
+class InForward(Protocol):
+    """What is needed in a forward (`FoundUnit.deferred`)."""
+
+    @property
+    def deferred(self) -> bool: ...
+
+
+U = TypeVar("U", bound=InForward)
+
+
+def in_turn(units: Iterable[U]) -> list[U]:
+    """Return units in the order in which a forward needs them.
+
+    What the root uses itself comes first: sent behind the others it would have to be waited for with them.
+    """
+    return sorted(units, key=lambda unit: not unit.deferred)
 
 
 def lay_out(

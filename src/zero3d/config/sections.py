@@ -72,9 +72,8 @@ class Model:
     )
     quantize: str | None = key(
         None,
-        "format of the frozen linear layers and stacked experts of blocks: nf4 (4 bits, as in QLoRA), nf4-double (with "
-        "8-bit scales: double quantisation), int8 or fp8 (8 bits); forward and backward decode each matrix when they "
-        "use it",
+        f"format of the frozen linear layers and stacked experts of blocks: {formats.described()}; forward and "
+        "backward decode each matrix when they use it",
         bits="frozen weights are rounded differently",
         choices=tuple(formats.FORMATS),
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from zero3d.blueprint.units import in_turn
 from zero3d.engine.auto_offload import decide_executor, state_kinds
 from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
 from zero3d.offload.states import Placement, StateKinds, restarts_from
 from zero3d.offload.tiers import Builder, Site, Stores, Tiers
 from zero3d.spec.tiers import DEVICE
-from zero3d.zero.optimizer import in_turn
 
 
 def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:

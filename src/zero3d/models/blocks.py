@@ -34,7 +34,7 @@ class UnitSpec:
 
     kind      what decides about it: one dtype after the cast, all trainable or all frozen, experts or not
     params    name -> parameter, in model order
-    deferred  whether gradients may come one by one: the root unit and units with tied parameters
+    deferred  whether its gradients may come in several parts (`blueprint.units`)
     """
 
     name: str
@@ -170,24 +170,23 @@ def find_units(
     owners |= find_owners(model, units)  # behind them: the first owner that a name begins with counts
     cast_of, entered = computed_in(model, dtype), _input_embeddings(model)
     members: dict[nn.Parameter, Member[tuple[str, nn.Parameter]]] = {}
-    deferred: set[nn.Parameter] = set()
     needed: dict[nn.Module, list[nn.Parameter]] = {}
     for module_name, module in model.named_modules():
         owner = next((o for o in owners if module_name == o or module_name.startswith(o + ".")), ROOT)
         for local, p in module.named_parameters(recurse=False):
             name = f"{module_name}.{local}" if module_name else local
-            if p in members or owner == ROOT:
-                deferred.add(p)
-            if p not in members:
+            if p in members:
+                members[p] = members[p]._replace(tied=True)
+            else:
                 kind = Kind(dtype_of(cast_of(name, p)), p.requires_grad, p in experts)
                 members[p] = Member((name, p), owner, kind, p in entered)
             for user in [owners.get(owner, module)] + ([model] if members[p].owner == ROOT else []):
                 needed.setdefault(user, []).append(p)
     for user, p in _used_elsewhere(model, owners):
-        deferred.add(p)
+        members[p] = members[p]._replace(tied=True)
         needed.setdefault(user, []).append(p)
-    found = [(unit.name, unit.kind, dict(unit.parameters)) for unit in group_parameters(members.values())]
-    specs = [UnitSpec(name, kind, own, not deferred.isdisjoint(own.values())) for name, kind, own in found]
+    found = group_parameters(members.values())
+    specs = [UnitSpec(unit.name, unit.kind, dict(unit.parameters), unit.deferred) for unit in found]
     unit_of = {p: number for number, spec in enumerate(specs) for p in spec.params.values()}
     return specs, {
         user: [specs[number].name for number in sorted({unit_of[p] for p in own})] for user, own in needed.items()

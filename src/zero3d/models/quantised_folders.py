@@ -31,7 +31,7 @@ from zero3d.models.codecs import CODECS, LEVELS, LEVELS_OF_MAXIMA, MAXIMA_INT8, 
 from zero3d.models.files import Files
 from zero3d.models.places import CONFIG, config_json
 from zero3d.shards.boxes import Box, intersect, slices, whole
-from zero3d.spec.formats import NF4, NF4_DOUBLE, SCALE, Format
+from zero3d.spec.formats import FP8, NF4, NF4_DOUBLE, SCALE, Format
 
 WEIGHT = "weight"
 SETTINGS = "quantization_config"
@@ -317,7 +317,7 @@ def _find_fp8(tensors: Tensors, settings: Any) -> Found:
     rows, columns = settings["weight_block_size"]
     codec = CODECS["fp8"]
     assert isinstance(codec, Codec)
-    codec = codec._replace(format=Format("fp8", rows, columns, 8))
+    codec = codec._replace(format=FP8._replace(rows=rows, columns=columns))
     matrices: dict[str, Stored | Experts] = {}
     beside = {key for key in tensors.names() if key.endswith(".activation_scale")}
     for key in tensors.names():

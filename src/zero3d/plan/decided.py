@@ -14,17 +14,14 @@ from zero3d.distributed.choice import ALL_TO_ALL, NATIVE, choose_algorithm
 from zero3d.distributed.degrees import EXPERT_SHARD, Degrees
 from zero3d.errors import ConfigError, MeshError
 from zero3d.plan.spec import ParallelPlan
-from zero3d.spec.dtypes import BF16, BY_NAME
+from zero3d.spec.dtypes import BY_NAME
 from zero3d.spec.sections import Spec
 
 
 @lru_cache(maxsize=1 << 14)
 def policy_of(plan: ParallelPlan) -> Policy:
-    """Return how all units behave. Raises ConfigError for what a stage cannot do.
-
-    Others' plans in fp8 have weights in bf16.
-    """
-    return Policy.of(plan if plan.precision in BY_NAME else plan.replace(precision=BF16.name))
+    """Return how all units behave. Raises ConfigError for what a stage cannot do."""
+    return Policy.of(plan if plan.precision in BY_NAME else plan.replace(precision=plan.compute.name))
 
 
 @lru_cache(maxsize=1024)

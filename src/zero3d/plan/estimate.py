@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from math import inf
 
-from zero3d.account.states import WIDTHS
 from zero3d.account.transients import logits_bytes
 from zero3d.blueprint.layout import padding_warning
 from zero3d.errors import ConfigError
@@ -136,7 +135,7 @@ def _notes(
     if seen := SEEN.search(model.provenance):
         notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
     if plan.tiled_loss is not True and tiles_loss(model, plan):
-        nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, WIDTHS[plan.precision].weight)
+        nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, plan.compute.itemsize)
         notes.append(TILED.format(nbytes / 1e9))
     for name in memory.lacks(cluster):
         held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)

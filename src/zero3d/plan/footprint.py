@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.account.states import WIDTHS
 from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
 from zero3d.activations.policy import Policy
 from zero3d.plan.constants import constant
@@ -21,6 +20,7 @@ from zero3d.plan.inputs import share_here
 from zero3d.plan.rank_model import dtype_of
 from zero3d.plan.sequence import kept_more
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
+from zero3d.spec.dtypes import Dtype
 from zero3d.spec.offload import AUTO
 
 KEPT_NORM, TILE = constant("zero3d", "kept norm"), constant("zero3d", "tile")
@@ -53,7 +53,7 @@ def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
         plan.tp,
         plan.mesh.sequence_parallel,
         Policy.of(plan.activations),
-        plan.precision,
+        plan.compute,
         plan.tokens(model.length),
         share_here(plan),
         plan.dispatches,
@@ -71,17 +71,13 @@ def tiles_loss(model: ModelSpec, plan: ParallelPlan, micro_batch: int | None = N
     if plan.tiled_loss != AUTO:
         return plan.tiled_loss is True
     tokens = (micro_batch or plan.micro_batch) * model.length
-    return (
-        model.tiles
-        and plan.tp == 1
-        and logits_bytes(tokens, model.vocab, WIDTHS[plan.precision].weight) > LOGITS_BUDGET
-    )
+    return model.tiles and plan.tp == 1 and logits_bytes(tokens, model.vocab, plan.compute.itemsize) > LOGITS_BUDGET
 
 
-def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
+def tied_bytes(model: ModelSpec, tp: int, compute: Dtype) -> float:
     """Return the bytes of tied parameters' gradients of the head, which wait to be summed at the embedding."""
     weights = (w for part in model.parts for unit in part.units if unit.copy_of for w in unit.weights)
-    return float(sum(w.numel // tp * dtype_of(w.itemsize, precision).itemsize for w in weights if w.trainable))
+    return float(sum(w.numel // tp * dtype_of(w.itemsize, compute).itemsize for w in weights if w.trainable))
 
 
 class _Run(NamedTuple):
@@ -96,7 +92,7 @@ class _Run(NamedTuple):
     tp: int
     sequence_parallel: bool
     policy: Policy
-    precision: str
+    compute: Dtype
     tokens: int
     share: float
     dispatches: bool
@@ -106,7 +102,7 @@ class _Run(NamedTuple):
     @property
     def width(self) -> float:
         """Return the factor to figures, which are of a 2-byte run."""
-        return max(1.0, WIDTHS[self.precision].weight / 2)
+        return max(1.0, self.compute.itemsize / 2)
 
     def footprint(self, part: Part, outputs: float, waiting: float) -> Footprint:
         """Compute a part's footprint. outputs: of `_outputs`; waiting: of `tied_bytes`."""
@@ -122,7 +118,7 @@ class _Run(NamedTuple):
             kept,
             again,
             self._transients(part, waiting),
-            for_weights=outputs * self.tokens * WIDTHS[self.precision].weight,
+            for_weights=outputs * self.tokens * self.compute.itemsize,
             dropped=min(logits, kept) if part.kind == "head" and not self.tiled else 0.0,
             skipped=skipped,
         )
@@ -183,7 +179,7 @@ class _Run(NamedTuple):
 @lru_cache(maxsize=1024)
 def _footprints(run: _Run, whole: bool) -> dict[Part, Footprint]:
     """Return the footprints by part. whole: no pipeline cuts the model."""
-    waiting = tied_bytes(run.model, run.tp, run.precision) if whole else 0.0
+    waiting = tied_bytes(run.model, run.tp, run.compute) if whole else 0.0
     alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
     by_part = {}
     for part in run.model.parts:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from zero3d.account.states import WIDTHS
 from zero3d.account.transients import DEPTH
 from zero3d.activations.policy import Policy
 from zero3d.distributed.degrees import Degrees
@@ -54,7 +53,7 @@ def kept_bytes(model: ModelSpec, plan: ParallelPlan) -> int:
     """Return the bytes of one input of one micro-batch as this rank keeps it, wherever."""
     elements = plan.tokens(model.length) * model.hidden
     parts = plan.tp if in_parts(plan) or plan.mesh.sequence_parallel else 1
-    return ceil(elements / parts) * int(WIDTHS[plan.precision].weight)
+    return ceil(elements / parts) * plan.compute.itemsize
 
 
 def ring_here(model: ModelSpec, plan: ParallelPlan) -> float:

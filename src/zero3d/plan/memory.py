@@ -31,7 +31,6 @@ from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
-from zero3d.account.states import WIDTHS
 from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
@@ -173,11 +172,10 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     own = rings.get("optimizer", 0)
     on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
     staging = 0
-    if policy_of(plan).gradients and (plan.offload.executor != HOST or plan.offload.fraction < 1):
-        staging = gradient_staging(shard.bucket, policy_of(plan).held.itemsize)
+    if plan.offload.executor != HOST or plan.offload.fraction < 1:
+        staging = gradient_staging(shard.bucket, policy_of(plan))
     if plan.offload.executor == HOST:
-        weight = WIDTHS[plan.precision].weight
-        on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
+        on_device, on_host = 0, on_host + padded((4 + plan.compute.itemsize) * shard.bucket)
     return {DEVICE: on_device + staging, HOST: on_host + (own if is_buffered(plan.offload.optimizer) else 0)}
 
 
@@ -234,19 +232,18 @@ class _Holding:
         """Return the instant in which shards are summed over copies, masters cast to weights, or a bucket updated."""
         if self.plan.offload.states:
             return _step(max(self._bucket_scratch(), self.matrices, self._copies))
-        width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units for unit in units if unit.trainable]
         policy = policy_of(self.plan)
         share = [unit.layout.shard if policy.row.shards_optimizer else unit.layout.total for unit in units]
-        elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
-        rounds, splits = self.plan.precision == "bf16", policy.splits
-        scratch = float(rounds * master_scratch(elements, "cuda", splits))
+        elements = sum(size for unit, size in zip(units, share, strict=True) if unit.kind.dtype == policy.compute)
+        splits = policy.splits
+        scratch = float((splits or policy.casts) * master_scratch(elements, "cuda", splits))
         if OPTIMIZERS[self.plan.optimizer].coded:
             decoded = IN_STEP * update_scratch(sum(share), "cuda")
             scratch = scratch + decoded if splits else max(scratch, decoded)
         if self.plan.averages:
             longest = max(share, default=0)
-            scratch = max(scratch, average_scratch(longest, "cuda", WIDTHS[self.plan.precision].reduced))
+            scratch = max(scratch, average_scratch(longest, "cuda", policy.master.itemsize))
         return _step(max(scratch, self.matrices, self._copies))
 
     @property
@@ -259,12 +256,10 @@ class _Holding:
         plan = self.plan
         if plan.offload.executor == HOST and plan.offload.fraction == 1:
             return 0.0
-        copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
         policy = policy_of(plan)
-        splits, casts = policy.splits, plan.precision == "bf16" and not policy.splits
-        narrow = policy.held.itemsize < policy.master.itemsize
-        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts, narrow)
-        return float(scratch + copies * self.shard.bucket)
+        copies = policy.compute.itemsize * policy.params
+        how = policy.splits, plan.offload.moments == "bf16", policy.casts, policy.narrow
+        return float(record_scratch(self.shard.bucket, "cuda", *how) + copies * self.shard.bucket)
 
 
 def _without_wire(moving: Backward) -> Backward:
@@ -383,7 +378,7 @@ class _Ranks:
         self.shard = holding.shard
         self._every_micro_batch = policy_of(plan).often
         tokens = plan.tokens(model.length)
-        self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
+        self._hidden = float(tokens * model.hidden * plan.compute.itemsize)
         self._norm = NORM * tokens * model.hidden / (plan.tp if plan.mesh.sequence_parallel else 1)
         batch = 16.0 * plan.micro_batch * model.length * plan.accumulate
         self.base = holding.held | {"ring": holding.ring + ring_here(model, plan), "batch": batch}

@@ -24,7 +24,7 @@ from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import SCHEDULES, Schedule
 from zero3d.plan.decided import policy_of, ranks_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
-from zero3d.spec.dtypes import BF16, BY_NAME, FP32, FP64, Dtype
+from zero3d.spec.dtypes import BF16, FP32, FP64, Dtype
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.zero import Zero
@@ -39,6 +39,7 @@ class RankUnit(NamedTuple):
     name      as the engine names it
     owner     the module (or the root) whose parameters these are
     names     of its parameters, by the number of the slot
+    deferred  its gradients may come in several parts (`blueprint.units`)
     layout    shared by units that are alike in all but names: its slots have numbers for names
     kind      what decides about it
     largest   elements of its largest parameter
@@ -49,6 +50,7 @@ class RankUnit(NamedTuple):
     name: str
     owner: str
     names: tuple[str, ...]
+    deferred: bool
     layout: UnitLayout
     kind: Kind
     largest: int
@@ -67,8 +69,8 @@ class RankUnit(NamedTuple):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Return what units have in common that are alike in all but names: the key of their bytes."""
-        return self.layout.shape, *self[4:]
+        """Return what units have in common that differ in names and in when they are used: the key of their bytes."""
+        return self.layout.shape, *self[5:]
 
     def plan(self, plan: ParallelPlan) -> UnitPlan:
         """Return what the unit is under a plan."""
@@ -208,9 +210,15 @@ def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
-    apart, precision = plan.dispatches, plan.precision
+    tied = {unit.copy_of for part in parts for unit in part.units}
+    apart, compute = plan.dispatches, plan.compute
     members = [
-        Member(weight, owner, _kind(weight.itemsize, weight.trainable, weight.stacked and apart, precision))
+        Member(
+            weight,
+            owner,
+            _kind(weight.itemsize, weight.trainable, weight.stacked and apart, compute),
+            tied=unit.name in tied,
+        )
         for part in parts
         for unit in part.units
         if unit.copy_of not in names
@@ -226,14 +234,15 @@ def _decided(kind: Kind, plan: ParallelPlan) -> UnitPlan:
 
 
 @lru_cache(maxsize=1024)
-def _kind(itemsize: int | None, trainable: bool, experts: bool, precision: str) -> Kind:
-    return Kind(dtype_of(itemsize, precision), trainable, experts)
+def _kind(itemsize: int | None, trainable: bool, experts: bool, compute: Dtype) -> Kind:
+    return Kind(dtype_of(itemsize, compute), trainable, experts)
 
 
 def _unit(found: FoundUnit[Weight], plan: ParallelPlan) -> RankUnit:
     weights = found.parameters
     order, unit = _laid_out(tuple(weight.unnamed for weight in weights), found.kind, plan)
-    return unit._replace(name=found.name, owner=found.owner, names=tuple(weights[number].name for number in order))
+    names = tuple(weights[number].name for number in order)
+    return unit._replace(name=found.name, owner=found.owner, names=names, deferred=found.deferred)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -252,7 +261,7 @@ def _laid_out(weights: tuple[Weight, ...], kind: Kind, plan: ParallelPlan) -> tu
     order = [int(slot.name) for slot in layout.slots]
     forms = tuple((slot, form) for slot, number in enumerate(order) if (form := weights[number].form) is not None)
     degrees = tuple((slot, tp) for slot, _ in forms if weights[order[slot]].cut is not None)
-    return order, RankUnit("", "", (), layout, kind, max(slot.numel for slot in layout.slots), forms, degrees)
+    return order, RankUnit("", "", (), False, layout, kind, max(slot.numel for slot in layout.slots), forms, degrees)
 
 
 @lru_cache(maxsize=256)
@@ -265,9 +274,8 @@ def _check_cuts(model: ModelSpec, tp: int, ep: int, dispatches: bool) -> None:
             _check_cut(weight, tp)
 
 
-def dtype_of(width: int | None, precision: str) -> Dtype:
+def dtype_of(width: int | None, run: Dtype) -> Dtype:
     """Return the dtype of a weight of so many bytes, or the run's; a 16-bit run alone keeps fp32 beside its own."""
-    run = BY_NAME[precision]
     if width is None or width == run.itemsize or (width == FP32.itemsize and run.itemsize > BF16.itemsize):
         return run
     return BY_WIDTH[width]

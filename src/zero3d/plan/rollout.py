@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from zero3d.account.states import WIDTHS
 from zero3d.errors import ConfigError
 from zero3d.plan.constants import constant
 from zero3d.plan.network import Groups, gather_seconds, send_seconds
@@ -79,7 +78,7 @@ def synchronisation(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) 
     Gathers   over dp at stage 3; over tp; from later pipeline stages to rank 0
     SHARED    off the GPU into buckets, and onto the other one, at the same time
     """
-    nbytes = float(model.params * WIDTHS[plan.precision].weight)
+    nbytes = float(model.params * plan.compute.itemsize)
     groups = Groups.of(plan, cluster)
     share = nbytes / plan.pp / plan.tp
     joined = gather_seconds(nbytes / plan.pp, groups.tp, cluster)

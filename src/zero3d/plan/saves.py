@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero3d.account.optimizers import state_width, states_of
-from zero3d.account.states import WIDTHS
 from zero3d.memory.blocks import padded
+from zero3d.plan.decided import policy_of
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 
@@ -23,7 +23,7 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
     if not plan.asynchronous_saves:
         return 0
     chunks = chunks_of_rank(model, plan, pp_stage)
-    wide = WIDTHS[plan.precision].reduced
+    wide = policy_of(plan).master.itemsize
     moment = state_width(wide, plan.offload.moments)
     total = 0
     for number, units in rank_model(model, plan, pp_stage).units.items():

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import Moved
 from zero3d.plan.decided import policy_of
 from zero3d.plan.rank_model import chunks_of_rank
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sequence.shares import Attended, Heads, Sharing, loss_values
+from zero3d.spec.dtypes import FP32
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.sizes import parse_size
 
@@ -65,7 +65,7 @@ def attention(model: ModelSpec, plan: ParallelPlan) -> Attended:
     by_heads = sharing.by_heads(query, key)
     if by_heads:
         key *= Heads.of(query, key, plan.sp, sharing.repeats).repeat
-    widths, itemsize = _widths(model), int(WIDTHS[plan.precision].weight)
+    widths, itemsize = _widths(model), plan.compute.itemsize
     trained = (True, True, True)
     return Attended(plan.micro_batch, model.length, query, key, *widths, itemsize, trained, by_heads)
 
@@ -114,7 +114,7 @@ def traffic(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Mapping[str,
     once = [call.sent(0, plan.sp, backward=False).times(forwards), call.sent(0, plan.sp, backward=True)]
     rows = Moved.total(once).times(blocks * plan.accumulate)
     values = loss_values(plan.micro_batch, model.length, plan.sp)
-    losses = [Moved(1, values, values * int(WIDTHS[plan.precision].reduced))]
+    losses = [Moved(1, values, values * max(FP32.itemsize, call.itemsize))]
     if model.routers:
         logits = loss_values(model.routers * model.experts * plan.micro_batch, model.length, plan.sp)
         losses.append(Moved(1, logits, logits * call.itemsize))

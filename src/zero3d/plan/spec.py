@@ -24,6 +24,7 @@ from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.schedules import DEFAULT
 from zero3d.plan.constants import constant
+from zero3d.spec.dtypes import BF16, BY_NAME, Dtype
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW
 from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords, placed
@@ -427,6 +428,11 @@ class ParallelPlan(Spec):
     def schedule(self) -> str:
         """Return the order of a pipeline's forwards and backwards."""
         return self.mesh.schedule or DEFAULT
+
+    @property
+    def compute(self) -> Dtype:
+        """Return the dtype of weights that are cast, and of activations: others' plans in fp8 have these in bf16."""
+        return BY_NAME.get(self.precision, BF16)
 
     @property
     def averages(self) -> int:

@@ -22,7 +22,7 @@ from zero3d.account.optimizers import CODE, OptimizerBytes, state_width, states_
 from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
 from zero3d.blueprint.places import UnitStates, placed_records
 from zero3d.blueprint.state_spans import Has, Span, Updated
-from zero3d.distributed.unit_order import ROOT
+from zero3d.blueprint.units import in_turn
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.pipeline.schedules import Schedule
@@ -150,12 +150,8 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
     device = sum((on_device(unit, plan, tiers, dp_rank).times(many) for unit, many in rank.unlike), NOTHING)
     if not tiers.states:
         return States(device)
-    copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
-    late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
-    late_last = sorted(
-        (unit for units in rank.units.values() for unit in units), key=lambda unit: unit.owner not in late
-    )
-    return _with_records(device, late_last, plan, tiers, bucket, dp_rank)
+    units = in_turn(unit for units in rank.units.values() for unit in units)
+    return _with_records(device, units, plan, tiers, bucket, dp_rank)
 
 
 def _with_records(

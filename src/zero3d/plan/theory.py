@@ -11,11 +11,11 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from zero3d.account.states import WIDTHS, StateBytes, engine_bytes, paper_bytes
+from zero3d.account.states import StateBytes, engine_bytes, paper_bytes
 from zero3d.account.traffic import gathered_width, traffic_elements
 from zero3d.blueprint.stages import STAGES, stage_row
 
-HALF, FULL, K = WIDTHS["bf16"]  # bytes of fp16 or bf16, of fp32, of the optimizer per parameter: fp32 master, m and v
+HALF, FULL, K = 2, 4, 12  # bytes of fp16 or bf16, of fp32, of the optimizer per parameter: fp32 master, m and v
 NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # the paper's names of stages 0-3
 EXAMPLES = (("7B", 7 * 10**9), ("1.5B", 15 * 10**8))  # a common size, and the paper's GPT-2 (section 3.1)
 

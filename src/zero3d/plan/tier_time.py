@@ -19,7 +19,6 @@ from math import inf
 from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width, states_of
-from zero3d.account.states import WIDTHS
 from zero3d.blueprint.auto import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, executor_of
 from zero3d.blueprint.places import record_widths
 from zero3d.plan.decided import policy_of
@@ -49,16 +48,16 @@ class Rates(NamedTuple):
 
 def record_width(plan: ParallelPlan, place: str, matrix: bool = True) -> int:
     """Return the bytes of a parameter in a record of optimizer states: of a block's matrix, as most are, or not."""
-    weight, wide, _ = WIDTHS[plan.precision]
-    master = policy_of(plan).stored(weight)
-    states = states_of(plan.optimizer, matrix) * state_width(wide, plan.offload.moments)
-    widths = record_widths(weight, master, states, place)
-    return widths.total - (widths.weight if plan.offload.params != "none" else 0)
+    policy = policy_of(plan)
+    weight = policy.compute.itemsize
+    states = states_of(plan.optimizer, matrix) * state_width(policy.master.itemsize, plan.offload.moments)
+    widths = record_widths(weight, policy.stored(weight), states, place)
+    return widths.total - widths.weight * policy.params
 
 
 def executor_seconds(plan: ParallelPlan, cluster: ClusterSpec) -> dict[str, float]:
     """Return seconds of one parameter's update by executor, records of a tier read and written meanwhile."""
-    place, weight = plan.offload.optimizer, WIDTHS[plan.precision].weight
+    place, weight = plan.offload.optimizer, plan.compute.itemsize
     rates, record = Rates.of(cluster, place), record_width(plan, place)
     tier = record / rates.read + record / rates.write
     beside = 2 * weight if plan.offload.params != "none" else 0  # weights that come and go beside their records
@@ -89,7 +88,7 @@ def update_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) ->
     """Return seconds of a rank's records on their way and, on the host, of their update. elements: that it updates."""
     if plan.offload.optimizer == "none":
         away = plan.offload.params != "none"
-        return 2 * WIDTHS[plan.precision].weight * elements / Rates.of(cluster).link if away else 0.0
+        return 2 * plan.compute.itemsize * elements / Rates.of(cluster).link if away else 0.0
     executor = chosen_executor(plan, cluster).offload.executor
     return plan.offload.fraction * elements * executor_seconds(plan, cluster)[executor]
 

@@ -31,7 +31,6 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import gathered_width
 from zero3d.account.transients import reduction_of, sum_over_copies
 from zero3d.activations.policy import Policy
@@ -349,7 +348,7 @@ def _rows(step: _Step) -> float:
     plan, group = step.plan, step.groups.ep
     if plan.ep == 1:
         return 0.0
-    rows = float(WIDTHS[plan.precision].weight * step.tokens * step.model.hidden)
+    rows = float(plan.compute.itemsize * step.tokens * step.model.hidden)
     counts = exchange_seconds(8.0 * step.model.experts * plan.ep, group, step.cluster)
     if step.pace.forced:
         reached = ceil(step.model.chosen * plan.ep / step.model.experts)
@@ -441,7 +440,7 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
         others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
         return copies + first + _exposed(others, end, pace.hide_dp)
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
-    summed = WIDTHS[plan.precision].reduced if pace.as_zero3d else wide
+    summed = policy.master.itemsize if pace.as_zero3d else wide
     gathers = collective(trained, gathered_width(row, 2, int(summed)))
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
 
@@ -479,7 +478,7 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
     are hashed; what else is exchanged, a micro-batch's tokens and 16 bytes for a parameter, is nothing.
     """
     plan, pace, gpu = step.plan, step.pace, step.cluster.gpu
-    width, known = WIDTHS[plan.precision].weight, digest(step.model)
+    width, known = plan.compute.itemsize, digest(step.model)
     hashes = 4 * width * numel * known.trainable / known.params / (pace.kernels.rates_of(gpu).memory * gpu.bandwidth)
     if not policy_of(plan).gathers or step.groups.shard.size == 1:
         return hashes
@@ -547,9 +546,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
         }
     forward, both = hidden
     gathers = 2 * plan.accumulate if policy_of(plan).release != "every_step" else 1
-    weights = (
-        WIDTHS["bf16" if plan.precision == "fp8" else plan.precision].weight * owned
-    )  # products alone are in 8 bits
+    weights = plan.compute.itemsize * owned
     besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, updated)
     reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, updated) - forward

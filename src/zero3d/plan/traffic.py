@@ -31,7 +31,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import Levels, Moved, UnitTraffic, node_traffic, step_traffic, traffic_of
 from zero3d.activations.policy import Policy
 from zero3d.distributed.degrees import EXPERT_SHARD
@@ -66,7 +65,7 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
     key = states_key(plan)
     traffic = dict(_data_traffic(model, key, stage, plan.accumulate, Policy.of(plan.activations).every or 1))
     tokens = plan.tokens(model.length)
-    width = WIDTHS[plan.precision].weight
+    width = plan.compute.itemsize
     if plan.tp > 1:
         key = replace(key, activations=plan.activations, mesh=plan.mesh)
         regions, partial = _regions(model, key, stage), _partial_gradients(model, key, stage)
@@ -74,7 +73,7 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
         for (operation, _), volume in moved.items():
             traffic[f"{operation} tp"] = traffic.get(f"{operation} tp", 0.0) + volume.bytes
         if partial:
-            traffic["exchange tp"] = float(partial_traffic(partial, plan.tp, WIDTHS[plan.precision].reduced).bytes)
+            traffic["exchange tp"] = float(partial_traffic(partial, plan.tp, policy_of(plan).master.itemsize).bytes)
     if plan.ep > 1:
         for operation, moved_rows in _expert_traffic(model, plan, stage).items():
             traffic[f"{operation} ep"] = float(moved_rows.bytes)
@@ -179,7 +178,7 @@ def _expert_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[st
     away = rows - own + (plan.ep - 1) * own  # rows of this rank, and results of others'
     again = Policy.of(plan.activations).every is not None
     passed = Passed(1 + again, away * (1 + again), 2, away).times(plan.accumulate * len(blocks))
-    return expert_traffic(passed, model.hidden, WIDTHS[plan.precision].weight, model.experts, plan.ep)
+    return expert_traffic(passed, model.hidden, plan.compute.itemsize, model.experts, plan.ep)
 
 
 # --- the tp axis --------------------------------------------------------------------------------

@@ -19,14 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zero3d.account.transients import (
-    Reduction,
-    arriving_bytes,
-    reduction_of,
-    sum_of_sources,
-    sum_over_copies,
-    sums_of_copies,
-)
+from zero3d.account.transients import arriving_bytes, reduction_of, sum_of_sources, sum_over_copies, sums_of_copies
 from zero3d.blueprint.unit import Kind
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
 from zero3d.distributed.unit_order import AHEAD, IN_FLIGHT, ROOT
@@ -58,27 +51,24 @@ def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, 
 
 @lru_cache(maxsize=4096)
 def _backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
-    copies = {unit.copy_of for part in model.parts for unit in part.units} - {None}
-    tied = frozenset(str(name).partition("/")[0] for name in copies) if plan.pp == 1 else frozenset()
     by_chunk = rank_model(model, plan, pp_stage).part_units
-    return {number: _Chunk(part_units[::-1], tied, plan).backward() for number, part_units in by_chunk.items()}
+    return {number: _Chunk(part_units[::-1], plan).backward() for number, part_units in by_chunk.items()}
 
 
 class _Chunk:
     """Sums up the buffers of one model chunk's backward.
 
-    late    units that are reduced last, each once: the root's, which belong to several parts, and tied ones
+    late    units that are deferred, which several parts have, each once
     turns   all others by part, in the order of backwards; those of as many bytes are one object
     early   of these the trainable ones, in the order of their reductions
     passed  how many of them come before each part
     """
 
-    def __init__(self, order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> None:
-        """Sort units. order: by part, in the order of backwards; tied: owners that the first and last part use."""
-        self.plan, self.policy = plan, policy_of(plan)
-        last, alike = {ROOT, *tied}, dict[tuple[int, int, Kind], RankUnit]()
-        self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.owner in last))
-        self.turns = [[alike.setdefault(_sizes(u), u) for u in units if u.owner not in last] for units in order]
+    def __init__(self, order: Sequence[Sequence[RankUnit]], plan: ParallelPlan) -> None:
+        """Sort units. order: by part, in the order of backwards."""
+        self.plan, self.policy, alike = plan, policy_of(plan), dict[tuple[int, int, Kind], RankUnit]()
+        self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.deferred))
+        self.turns = [[alike.setdefault(_sizes(u), u) for u in units if not u.deferred] for units in order]
         self.early = [unit for units in self.turns for unit in units if unit.trainable]
         self.passed = [0, *accumulate(sum(unit.trainable for unit in units) for units in self.turns)]
 
@@ -167,10 +157,7 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
 
 def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions come to, where they are kept on the host: under way, or leaving."""
-    policy = policy_of(plan)
-    if not policy.gradients:
-        return 0
-    return arriving_bytes([unit.layout.shard for unit in reduced], policy.held.itemsize, policy.master.itemsize)
+    return arriving_bytes([unit.layout.shard for unit in reduced], policy_of(plan))
 
 
 def _behind(reduced: Sequence[RankUnit]) -> list[RankUnit]:
@@ -205,11 +192,10 @@ def sums_bytes(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan) -> float:
     """Return the bytes of one reduction under way. What several sources have is summed first, in the reduced dtype."""
     of, n, shard = unit.plan(plan), unit.layout.n, unit.layout.shard
-    assert of.gradients is not None
-    wide, summed = of.policy.master.itemsize, float(sum_of_sources(of, unit.layout.total))
+    summed, how = float(sum_of_sources(of, unit.layout.total)), reduction_of(of, plan.accumulate)
     if n == 1:
         return summed
-    if of.policy.exact:  # what arrives, and shards of sums in the tree
-        arrives = Reduction(n - 1, of.gradients.travels.itemsize, casts=False, terms=True, lands=False).nbytes(shard)
-        return summed + arrives + shard * wide * n.bit_length() / IN_FLIGHT
-    return summed + reduction_of(of, plan.accumulate).nbytes(shard)
+    if of.policy.exact:  # sums in the tree, beside others' terms: not all of them are there at the fullest instant
+        tree = shard * of.policy.master.itemsize * n.bit_length() / IN_FLIGHT
+        return summed + how._replace(slots=n - 1).nbytes(shard) + tree
+    return summed + how.nbytes(shard)

@@ -76,6 +76,12 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+def whole_numbers(section: type, name: str) -> range:
+    """Return the numbers that a key of a section may be, which has a least and a most."""
+    (bounds,) = (each.metadata for each in fields(section) if each.name == name)
+    return range(bounds["least"], bounds["most"] + 1)
+
+
 def noted_as(section: str, name: str) -> str:
     """Return the name under which checkpoints note a key's value: of an Engine's keyword that, else as in a file."""
     dotted = f"{section}.{name}" if section else name

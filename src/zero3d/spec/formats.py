@@ -22,6 +22,7 @@ of groups is made of a box of weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -35,6 +36,7 @@ class Format(NamedTuple):
 
     rows, columns  weights of a group; no columns: all of a row
     bits           of a code
+    text           what it is, in a few words
     flat           groups go over the end of a row where `columns` do not divide it
     """
 
@@ -42,6 +44,7 @@ class Format(NamedTuple):
     rows: int
     columns: int | None
     bits: int
+    text: str
     flat: bool = False
 
     def grid(self, shape: Shape) -> Shape:
@@ -89,11 +92,13 @@ class DoubleFormat(NamedTuple):
 
     columns  weights of a scale, that follow one another, over the end of rows
     maxima   scales of a scale
+    text     what it is, in a few words
     """
 
     name: str
     columns: int
     maxima: int
+    text: str
 
     def blocks(self, shape: Shape) -> int:
         """Return how many scales a matrix has."""
@@ -123,10 +128,16 @@ class DoubleFormat(NamedTuple):
         return f"{self.maxima} scales that go over the end of a row"
 
 
-NF4 = Format("nf4", 1, 64, 4, flat=True)
-INT8 = Format("int8", 1, None, 8)
-FP8 = Format("fp8", 128, 128, 8)
-NF4_DOUBLE = DoubleFormat("nf4-double", 64, 256)
+NF4 = Format("nf4", 1, 64, 4, "4 bits, as in QLoRA", flat=True)
+INT8 = Format("int8", 1, None, 8, "8 bits")
+FP8 = Format("fp8", 128, 128, 8, "8 bits")
+NF4_DOUBLE = DoubleFormat("nf4-double", 64, 256, "with 8-bit scales: double quantisation")
 FORMATS: Mapping[str, Format | DoubleFormat] = MappingProxyType(
     {each.name: each for each in (NF4, NF4_DOUBLE, INT8, FP8)}
 )
+
+
+def described() -> str:
+    """Return all formats with what they are, those that are said alike together: nf4 (4 bits, as in QLoRA), ..."""
+    alike = groupby(FORMATS.values(), key=lambda each: each.text)
+    return ", ".join(f"{' or '.join(each.name for each in same)} ({text})" for text, same in alike)

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
-from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
+from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file, whole_numbers
 from zero3d.spec.dtypes import master_of
 from zero3d.spec.formats import NF4_DOUBLE
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
@@ -26,8 +26,9 @@ from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import ON_HOST, UPDATED_ON_HOST
 from zero3d.spec.sections import SECTIONS, Spec
 from zero3d.spec.tiers import HOST, TIERS
-from zero3d.spec.zero import NODE, SAME
+from zero3d.spec.zero import NODE, SAME, Zero
 
+COMMUNICATORS = whole_numbers(Zero, "communicators")
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
 
 
@@ -159,9 +160,10 @@ RULES = (
     ),
     Rule(
         "zero.communicators",
-        lambda s: s.zero.communicators is not None and s.zero.communicators not in (1, 2),
-        "{zero.communicators} is not a number of process groups of an axis: type {zero.communicators=1} or "
-        "{zero.communicators=2}, or {zero.communicators=null} for what the machine needs.",
+        lambda s: s.zero.communicators is not None and s.zero.communicators not in COMMUNICATORS,
+        "{zero.communicators} is not a number of process groups of an axis: type "
+        f"{' or '.join(f'{{zero.communicators={number}}}' for number in COMMUNICATORS)}, "
+        "or {zero.communicators=null} for what the machine needs.",
     ),
     Rule(
         "zero.slow_wire",

@@ -247,9 +247,9 @@ def _to_host(blueprint: Blueprint) -> int:
     policy = blueprint.policy
     if not policy.gradients:
         return 0
-    longest, held = max(unit.layout.shard for unit in _trained(blueprint)), policy.held.itemsize
-    sums = IN_FLIGHT * held * longest if blueprint.ranks.copies.size > 1 else 0
-    return arriving_bytes((IN_FLIGHT + LEAVING) * [longest], held, policy.master.itemsize) + sums
+    longest = max(unit.layout.shard for unit in _trained(blueprint))
+    sums = IN_FLIGHT * policy.held.itemsize * longest if blueprint.ranks.copies.size > 1 else 0
+    return arriving_bytes((IN_FLIGHT + LEAVING) * [longest], policy) + sums
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:
@@ -261,16 +261,14 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
     policy, offload, device = engine.policy, engine.offload, engine.mesh.device.type
-    wide, held = policy.master.itemsize, policy.held.itemsize
-    staging = gradient_staging(longest, held) if policy.gradients else 0
-    narrow = held < wide
+    wide, staging = policy.master.itemsize, gradient_staging(longest, policy)
     if not buckets or offload.executor != DEVICE:
-        return staging, wide * longest * narrow
+        return staging, wide * longest * policy.narrow
     rounded, splits = offload.moments == "bf16", policy.splits
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
     passing = device != "cpu" and offload.optimizer != "none"
     ring = ring_bytes(wide * fields) if passing else 0
-    return ring + staging, record_scratch(longest, device, splits, rounded, not splits, narrow)
+    return ring + staging, record_scratch(longest, device, splits, rounded, not splits, policy.narrow)
 
 
 def reduction_bytes(plan: UnitPlan, layout: UnitLayout, micro_batches: int) -> tuple[int, int]:

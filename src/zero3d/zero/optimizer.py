@@ -33,12 +33,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.blueprint.units import in_turn
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
@@ -60,16 +61,6 @@ NAN_LOSS = "NaN loss"  # how the reason of an overflow begins that was there bef
 def is_not_finite(reason: str) -> bool:
     """Return whether a step was skipped for a norm or a loss that is not finite."""
     return reason.startswith((OVERFLOW, NAN_LOSS))
-
-
-class InForward(Protocol):
-    """What is needed in a forward; deferred: by the root."""
-
-    @property
-    def deferred(self) -> bool: ...
-
-
-U = TypeVar("U", bound=InForward)
 
 
 class StepResult(NamedTuple):
@@ -476,14 +467,6 @@ class ShardedOptimizer(OptimizerStates):
             self.updates.finish()
             wait_for_device(self._arena.device)  # some of it goes to the host
         self.wait()
-
-
-def in_turn(units: Sequence[U]) -> list[U]:
-    """Return units in the order in which a forward needs them.
-
-    What the root uses itself comes first: sent behind the others it would have to be waited for with them.
-    """
-    return sorted(units, key=lambda unit: not unit.deferred)
 
 
 def piece_norms(grads: Sequence[tuple[int, MasterPiece, Tensor]]) -> list[PieceNorm]:
