@@ -18,7 +18,7 @@ from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.live import StorageTracker
 from zero3d.sim.model_spec import trace
-from zero3d.sim.patches import without_values
+from zero3d.sim.patches import hear_resizes, without_values
 
 LENGTH = 512
 
@@ -37,13 +37,35 @@ def spec():
     return cache(lambda tied: trace(model_of(tied), LENGTH))
 
 
+class Resized(StorageTracker):
+    """A log in which storages are freed and filled in place, too."""
+
+    def __init__(self):
+        super().__init__()
+        self._sizes = {}
+
+    def resized(self, storage):
+        number = self._numbers.get(storage._cdata, -1)
+        if number >= 0:
+            self.events.append((storage.nbytes() - self._sizes.get(number, self.events[number][0]), number))
+            self._sizes[number] = storage.nbytes()
+
+    def _dies(self, key, number, size, reference):
+        super()._dies(key, number, self._sizes.get(number, size), reference)
+
+
 def dry_run(tied, plan):
     """Most bytes alive in the second step of a rank, without data, and those of inputs on the host; stages below 3."""
     if dist.is_initialized():  # another test's, of one process
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=plan.world, store=FakeStore())
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), without_values(packed=False), StorageTracker() as live:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            without_values(packed=False),
+            Resized() as live,
+            hear_resizes(live.resized),
+        ):
             model = model_of(tied)
             recompute(model, plan.activations)
             engine = zero3d.Engine(

@@ -124,6 +124,23 @@ def _gradient_widths(plan: GradientPlan, master: int) -> tuple[int, int]:
     return plan.local.itemsize if plan.kept else 0, master if plan.shard else 0
 
 
+class GradientBytes(NamedTuple):
+    """Bytes of gradients that come and go with a step: of parameters, and of the padding of their storages."""
+
+    gradients: float
+    padding: float
+
+    def __add__(self, other: object) -> GradientBytes:
+        assert isinstance(other, GradientBytes)
+        return GradientBytes(self.gradients + other.gradients, self.padding + other.padding)
+
+
+def gradient_bytes(unit: UnitPlan, layout: UnitLayout) -> GradientBytes:
+    """Return what a rank's device holds of a unit's gradients, from their first use in a step to the unit's update."""
+    rate = per_parameter(unit, 0).gradients
+    return GradientBytes(float(rate * layout.numel), float(rate * layout.padding))
+
+
 def unit_bytes(unit: UnitPlan, layout: UnitLayout, optimizer: OptimizerBytes) -> Held:
     """Return the bytes that a rank's device holds of a unit with this layout."""
     rate = per_parameter(unit, optimizer.rate)

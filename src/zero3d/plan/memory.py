@@ -25,12 +25,13 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
+from zero3d.account.states import GradientBytes, gradient_bytes
 from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
@@ -62,7 +63,10 @@ PROCESS = constant("zero3d", "process")
 
 
 class Peak(NamedTuple):
-    """Bytes at one instant of one rank, beside those that are there all the time."""
+    """Bytes at one instant of one rank, beside those that are there all the time.
+
+    gradients  of model states, which come and go with a step; padding: of their storages
+    """
 
     instant: str
     activations: float
@@ -71,11 +75,13 @@ class Peak(NamedTuple):
     gathered: float
     bucket: float
     wire: float
+    gradients: float
+    padding: float
 
     @property
     def total(self) -> float:
         """Return the sum of all of them."""
-        return self.activations + self.temporary + self.passed + self.gathered + self.bucket + self.wire
+        return sum(self[1:])
 
 
 def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = None) -> Memory:
@@ -85,7 +91,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     """
     ranks = [_ranks(model, plan, stages) for stages in _stages(model, plan)]
     rank, (peak, stage) = _fullest(ranks)
-    parts = rank.base | {name: getattr(peak, name) for name in Peak._fields[1:]}
+    parts = _parts(rank.base, peak)
     allocated = sum(parts.values())
     reserved = RESERVED * allocated
     device = _shown(reserved, plan)
@@ -112,6 +118,11 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
         _away(fullest),
         {name: size for name, size in on_host.items() if size},
     )
+
+
+def _parts(base: Mapping[str, float], peak: Peak) -> dict[str, float]:
+    """Return the bytes at an instant by category."""
+    return dict(base) | {name: base.get(name, 0.0) + getattr(peak, name) for name in Peak._fields[1:]}
 
 
 def _fullest(ranks: Sequence[_Ranks]) -> tuple[_Ranks, _Fullest]:
@@ -205,7 +216,10 @@ class _Holding:
         self.units = list(rank_model(model, plan, stage).units.values())
         self.shard: States = states(model, plan, stage)
         self.ring = float(buffer_bytes(plan, self.shard)[DEVICE])
-        self.held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
+        held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
+        trained = [unit for units in self.units for unit in units if unit.trainable]
+        self.all = sum((gradient_bytes(unit.plan(plan), unit.layout) for unit in trained), GradientBytes(0.0, 0.0))
+        self.held = held | {"gradients": 0.0, "padding": held["padding"] - self.all.padding}
 
     @cached_property
     def matrices(self) -> float:
@@ -215,7 +229,8 @@ class _Holding:
     @cached_property
     def moving(self) -> list[Backward]:
         """Return the buffers that come and go with units, by chunk."""
-        return list(backwards(*self._of).values())
+        found = backwards(*self._of).values()
+        return [each if each.gradients else each._replace(gradients=(self.all,) * len(each.turns)) for each in found]
 
     @cached_property
     def gradients(self) -> list[int]:
@@ -231,7 +246,7 @@ class _Holding:
     def step(self) -> Peak:
         """Return the instant in which shards are summed over copies, masters cast to weights, or a bucket updated."""
         if self.plan.offload.states:
-            return _step(max(self._bucket_scratch(), self.matrices, self._copies))
+            return self._step(max(self._bucket_scratch(), self.matrices, self._copies))
         units = [unit for units in self.units for unit in units if unit.trainable]
         policy = policy_of(self.plan)
         share = [unit.layout.shard if policy.row.shards_optimizer else unit.layout.total for unit in units]
@@ -244,7 +259,11 @@ class _Holding:
         if self.plan.averages:
             longest = max(share, default=0)
             scratch = max(scratch, average_scratch(longest, "cuda", policy.master.itemsize))
-        return _step(max(scratch, self.matrices, self._copies))
+        return self._step(max(scratch, self.matrices, self._copies))
+
+    def _step(self, scratch: float) -> Peak:
+        """Return the instant of the optimizer's step."""
+        return Peak("optimizer step", 0.0, 0.0, 0.0, *NOTHING._replace(wire=scratch), *self.all)
 
     @property
     def _copies(self) -> float:
@@ -265,7 +284,7 @@ class _Holding:
 def _without_wire(moving: Backward) -> Backward:
     """Return the buffers of a backward in which nothing is reduced before its end."""
     alike = {windows: windows._replace(wire=0.0) for windows in moving.turns}
-    return Backward(tuple(alike[windows] for windows in moving.turns), NOTHING)
+    return moving._replace(turns=tuple(alike[windows] for windows in moving.turns), end=NOTHING)
 
 
 @lru_cache(maxsize=4096)
@@ -319,15 +338,15 @@ class _Activations:
     def fullest(self, turn: int, reduces: bool, moving: Backward) -> int:
         """Return which part's backward is the fullest, whatever other micro-batches keep: all have that.
 
-        Of alike parts in a row it is the first, where most is kept.
+        Of alike parts in a row it is the first, where most is kept, or the last, where most gradients are.
         """
         if (turn, reduces) not in self._fullest:
-            alive, most, before = self.alive[turn], (-inf, 0), None
-            for at, (footprint, windows) in enumerate(zip(self.footprints[turn], moving.turns, strict=True)):
-                if (here := (id(footprint), id(windows))) != before:
-                    before = here
+            alive, most, footprints = self.alive[turn], (-inf, 0), self.footprints[turn]
+            alike = [(id(footprint), id(windows)) for footprint, windows in zip(footprints, moving.turns, strict=True)]
+            for at, (footprint, windows) in enumerate(zip(footprints, moving.turns, strict=True)):
+                if not alike[at - 1 : at] == alike[at : at + 1] == alike[at + 1 : at + 2]:
                     total = alive + footprint.again + max(footprint.transients) + sum(windows)
-                    most = max(most, (total, -at))
+                    most = max(most, (total + sum(moving.gradients[at]), -at))
                 alive -= footprint.kept
             self._fullest[turn, reduces] = -most[1]
         return self._fullest[turn, reduces]
@@ -517,8 +536,9 @@ class _Ranks:
         footprints, alive = activations.footprints[running.turn], others + activations.alive[running.turn]
         for footprint in footprints[:at]:
             alive -= footprint.kept
-        yield _backward(self._parts(running)[-1 - at], footprints[at], alive, passed, moving.turns[at])
-        yield Peak("end of the backward", others, 0.0, passed, *moving.end)
+        part = self._parts(running)[-1 - at]
+        yield _backward(part, footprints[at], alive, passed, moving.turns[at], moving.gradients[at])
+        yield Peak("end of the backward", others, 0.0, passed, *moving.end, *self._holding.all)
 
     def _backward_of_inputs(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""
@@ -527,16 +547,17 @@ class _Ranks:
         alive, last = others + self._activations.alive[running.turn], len(parts) - 1
         for at, (part, footprint) in enumerate(zip(parts, footprints, strict=True)):
             if part.kind == "head" or at == last:
-                yield _backward(part, footprint, alive, passed, turns[at])
+                yield _backward(part, footprint, alive, passed, turns[at], self._holding.all)
             alive += footprint.skipped + footprint.for_weights  # the graph is kept till the end, logits with it
-        yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING)
+        yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING, *self._holding.all)
 
     def _backward_of_weights(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
         given = sum(footprint.for_weights for footprint in self._activations.footprints[running.turn])
         alive = others + self._sizes[running.turn][1] - given
         temporary = max(given, self._holding.gradients[running.turn])
-        yield Peak("backward of weights", alive, temporary, passed, *self._moving(running).turns[0])
+        windows = self._moving(running).turns[0]
+        yield Peak("backward of weights", alive, temporary, passed, *windows, *self._holding.all)
 
     def _parts(self, running: _Running) -> list[Part]:
         """Return the parts of a chunk, in the order of forwards."""
@@ -550,10 +571,12 @@ class _Ranks:
         return (self._holding.moving if running.reduces else self._holding.still)[running.turn]
 
 
-def _backward(part: Part, footprint: Footprint, alive: float, passed: float, windows: Windows) -> Peak:
+def _backward(
+    part: Part, footprint: Footprint, alive: float, passed: float, windows: Windows, gradients: GradientBytes
+) -> Peak:
     """Return the fullest instant of a part's backward. alive: bytes of activations that are kept as it begins."""
     instant = _instant(part, footprint.again > 0)
-    return Peak(instant, alive + footprint.again, max(footprint.transients), passed, *windows)
+    return Peak(instant, alive + footprint.again, max(footprint.transients), passed, *windows, *gradients)
 
 
 @lru_cache(maxsize=4096)
@@ -562,8 +585,3 @@ def _instant(part: Part, again: bool) -> str:
     names = {"embedding": "backward of the embedding", "head": "logits and loss"}
     after = " after its recomputation" if again else ""
     return names.get(part.kind) or f"backward of {part.units[0].name if part.units else 'a block'}{after}"
-
-
-def _step(scratch: float) -> Peak:
-    """Return the instant of the optimizer's step."""
-    return Peak("optimizer step", 0.0, 0.0, 0.0, *NOTHING._replace(wire=scratch))

@@ -14,11 +14,12 @@ The order is that of the second micro-batch on: head, last block, .. first block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from zero3d.account.states import GradientBytes, gradient_bytes
 from zero3d.account.transients import arriving_bytes, reduction_of, sum_of_sources, sum_over_copies, sums_of_copies
 from zero3d.blueprint.unit import Kind
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
@@ -38,10 +39,15 @@ class Windows(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Buffers of one model chunk's backward. turns: in that of each of its parts, in the order of backwards."""
+    """Buffers of one model chunk's backward.
+
+    turns      in that of each of its parts, in the order of backwards
+    gradients  those of model states that have come by then, in a step's only backward; in all of several there are all
+    """
 
     turns: tuple[Windows, ...]
     end: Windows
+    gradients: tuple[GradientBytes, ...] = ()
 
 
 def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
@@ -81,7 +87,25 @@ class _Chunk:
             if near not in made:
                 made[near] = self._turn(at)
             turns.append(made[near])
-        return Backward(tuple(turns), self._end())
+        return Backward(
+            tuple(turns), self._end(), tuple(self._gradients()) if self.plan.accumulate == self.plan.pp == 1 else ()
+        )
+
+    def _gradients(self) -> Iterator[GradientBytes]:
+        """Yield the gradients that have come by each turn's fullest instant: in part 0 none, whose logits come first.
+
+        Those that are kept whole have memory from their first gradient on, others from their reduction.
+        """
+        passed, last = GradientBytes(0.0, 0.0), len(self.turns) - 1
+        roots = [unit for unit in self.late if unit.owner == ROOT]
+        for at, turn in enumerate(self.turns):
+            opened = (*turn, *(self.late if at == last else roots)) if at else ()
+            kept = [self._of_unit(unit) for unit in opened if unit.trainable and _is_kept(unit, self.plan)]
+            yield sum(kept, passed)
+            passed = sum((self._of_unit(unit) for unit in turn if unit.trainable), passed)
+
+    def _of_unit(self, unit: RankUnit) -> GradientBytes:
+        return gradient_bytes(unit.plan(self.plan), unit.layout)
 
     def _near(self, at: int) -> tuple[int, ...]:
         """Return what the buffers of a turn depend on: its place where that counts, and the units around it."""
@@ -141,6 +165,12 @@ class _Chunk:
 def _sizes(unit: RankUnit) -> tuple[int, int, Kind]:
     """Return what a unit's buffers depend on."""
     return unit.layout.total, unit.layout.n, unit.kind
+
+
+def _is_kept(unit: RankUnit, plan: ParallelPlan) -> bool:
+    """Return whether a trained unit's local gradients are kept whole."""
+    gradients = unit.plan(plan).gradients
+    return gradients is not None and gradients.kept
 
 
 def _full_bytes(unit: RankUnit) -> int:

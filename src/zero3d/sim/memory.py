@@ -1,7 +1,7 @@
 """Every storage on the engine's device from birth to death, to the byte, as a log.
 
     born     the first operation that returns a tensor in it (a dispatch mode sees all, below autograd)
-    resized  stage 3 frees and refills storages in place (`untyped_storage().resize_`)
+    resized  gathered weights and gradients are freed and filled in place (`untyped_storage().resize_`)
     dead     its last reference is gone: a weak reference tells
 
     categories   parameters, gradients, optimizer, padding,
@@ -222,6 +222,12 @@ class ObservedArena(Arena):
     def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
         """Allocate a buffer for model states, and label its storage."""
         buffer = super().allocate(category, elements, used, dtype)
+        self._log.on_borrow(category, buffer, used)
+        return buffer
+
+    def reserve(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
+        """Allocate a buffer for states that come and go, and label its storage."""
+        buffer = super().reserve(category, elements, used, dtype)
         self._log.on_borrow(category, buffer, used)
         return buffer
 
