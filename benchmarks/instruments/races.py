@@ -459,8 +459,11 @@ class LabellingArena(Arena):
         with _disable_current_modes():
             return buffer.zero_()
 
-    def fill(self, category: str, buffer: Tensor) -> None:
-        self._label(category, lambda: super(LabellingArena, self).fill(category, buffer))
+    def reserve(self, category: str, *how: Any) -> Tensor:
+        return self._label(category, lambda: super(LabellingArena, self).reserve(category, *how))
+
+    def fill(self, category: str, buffer: Tensor, *how: Any) -> None:
+        self._label(category, lambda: super(LabellingArena, self).fill(category, buffer, *how))
         with _disable_current_modes(), torch.no_grad():
             buffer.zero_()
 

@@ -836,7 +836,7 @@ def measured(shape):
     entries += [entry for entry in engine.memory if entry.category == "stream"]
     packs = (place.dp, place.tp) == (0, 0)
     buckets = SMALL * (0 if not packs else 1 if place.pp else 2)
-    found = held, [tuple(entry[2:]) for entry in entries], int(engine.arena.peak("gathered"))
+    found = held, [tuple(entry[2:5]) for entry in entries], int(engine.arena.peak("gathered"))
     formula = ({buckets}, [(buckets, 0, buckets)]) if packs else (set(), [])
     return found, (*formula, 0 if place.dp else largest), int(engine.arena.live("gathered"))
 

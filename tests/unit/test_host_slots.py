@@ -275,9 +275,9 @@ class Recording(Arena):
         self.lent.add((category, elements * dtype.itemsize))
         return super().borrow(category, elements, dtype)
 
-    def fill(self, category, buffer):
+    def fill(self, category, buffer, used=None):
         self.lent.add((category, buffer.numel() * buffer.dtype.itemsize))
-        super().fill(category, buffer)
+        super().fill(category, buffer, used)
 
 
 def after_lengths(lengths, **options):

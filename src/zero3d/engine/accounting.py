@@ -28,8 +28,7 @@ class MemoryEntry(NamedTuple):
     """Counts the bytes of one category at one place on this rank.
 
     planned   by formula (`account.states.unit_bytes`, padding from the layouts); None for transient ones
-    measured  in the arena where all of it is there: now, but of gradients, which come and go with a step, and of their
-              padding the most since the engine was built
+    measured  in the arena when all of it is there: gradients and their padding come and go with a step
     peak      most in the arena at any instant
     now       in the arena at this one
     """

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 STATES = ("parameters", "gradients", "optimizer", "padding")
-COMING = ("gradients", "padding")  # of these, what comes and goes, or does in part
 TRANSIENT = ("gathered", "bucket", "wire", "received")
 
 LOOK = 5e-5  # seconds between two looks at whether the device has got to a copy
@@ -77,6 +76,7 @@ class Arena:
         self.place = place
         self._live: dict[str, Fraction | int] = {}  # a transient buffer's are whole: Fractions take longer to add
         self._peak: dict[str, Fraction | int] = {}
+        self._away: dict[str, Fraction | int] = {}  # of states that come and go: those that are without memory now
         self._stuck: set[int] = set()
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self.stream: AbstractContextManager[object] = (
@@ -103,9 +103,9 @@ class Arena:
 
     def reserve(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised flat buffer for states that come and go: `drain` and `fill` take the same `used`."""
-        buffer = torch.empty(elements, dtype=dtype, device=self.device)
-        self._count(category, buffer, used, 1)
-        return buffer
+        self._account(category, used * dtype.itemsize)
+        self._account("padding", (elements - used) * dtype.itemsize)
+        return torch.empty(elements, dtype=dtype, device=self.device)
 
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised transient buffer, to be given back."""
@@ -134,9 +134,15 @@ class Arena:
         nbytes = sign * buffer.dtype.itemsize
         if used is None:
             self._account(category, nbytes * buffer.numel())
-        else:
-            self._account(category, nbytes * used)
-            self._account("padding", nbytes * (buffer.numel() - used))
+            return
+        for name, elements in ((category, used), ("padding", buffer.numel() - used)):
+            self._account(name, nbytes * elements)
+            self._away[name] = self._away.get(name, 0) - nbytes * elements
+
+    def forget(self, category: str, buffer: Tensor, used: Fraction | int) -> None:
+        """Hear that a buffer which is without memory is never filled again."""
+        for name, elements in ((category, used), ("padding", buffer.numel() - used)):
+            self._away[name] -= elements * buffer.dtype.itemsize
 
     def drain(
         self,
@@ -192,8 +198,8 @@ class Arena:
         return Fraction(self._peak.get(category, 0))
 
     def held(self, category: str) -> Fraction:
-        """Return the bytes of states when all of them are there: of gradients and padding the most since that reset."""
-        return self.peak(category) if category in COMING else self.live(category)
+        """Return the bytes of states when all of them are there: of gradients and padding those without memory, too."""
+        return self.live(category) + self._away.get(category, 0)
 
     def reset_peaks(self) -> None:
         """Start measuring peaks anew."""

@@ -29,7 +29,8 @@ class GradientMemory:
     def __init__(
         self, arena: Arena, elements: int, used: Fraction | int, dtype: torch.dtype, poisoned: bool = False
     ) -> None:
-        self._arena, self._used, self._poisoned = arena, used, poisoned
+        self._arena, self._used = arena, used
+        self._poisoned = poisoned
         self.buffer = arena.reserve("gradients", elements, used, dtype)
         self.there = True
 
@@ -39,6 +40,11 @@ class GradientMemory:
             self.there = True
             self._arena.fill("gradients", self.buffer, self._used)
         return self.buffer
+
+    def drop(self) -> None:
+        """Give the memory back for good."""
+        self.drain()
+        self._arena.forget("gradients", self.buffer, self._used)
 
     def drain(self) -> None:
         """Give the memory back, if it is there."""

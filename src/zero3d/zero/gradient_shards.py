@@ -340,7 +340,8 @@ class RankOrderShard(GradientShard):
     def _move_to_local(self) -> None:
         """Move the shard to this rank's slot of the local buffer, where the plan has it there and it is not yet."""
         if not self.plan.shard and not self._in_local:
-            self.drain()
+            if self._memory is not None:
+                self._memory.drop()
             self._memory, self._in_local = None, True
             self._put(self._parts.slot(self.whole))
 

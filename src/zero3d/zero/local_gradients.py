@@ -34,7 +34,8 @@ class LocalGradients:
     def __init__(self, layout: UnitLayout, parts: UnitParts) -> None:
         assert parts.plan.gradients is not None
         self._layout = layout
-        self._arena, self._wide, self._memory = parts.arena, parts.wide, parts.gradient_memory
+        self._arena, self._wide = parts.arena, parts.wide
+        self._memory = parts.gradient_memory
         self._plan = parts.plan.gradients
         self.elements, self.used = layout.total * parts.sources, layout.numel * parts.sources
         self.buffer: Tensor | None = None
@@ -148,7 +149,7 @@ class LocalGradients:
         self.open()
         assert self.buffer is not None
         self.buffer.copy_(old)
-        narrow.drain()
+        narrow.drop()
 
     def close(self) -> None:
         """Give a borrowed buffer back when its gradients are reduced, and go on with the kept one, if there is one."""

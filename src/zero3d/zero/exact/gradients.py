@@ -74,7 +74,7 @@ class ExactShard(GradientShard):
             self._put(self._alone.buffer)
             return
         if self._alone is not None:
-            self._alone.drain()
+            self._alone.drop()
             self._alone = None
         first = self._counter.grow(self.plan.counters)
         if first.there:  # it is new; else the shard is in it
