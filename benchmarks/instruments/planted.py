@@ -38,8 +38,8 @@ def tail_joined() -> Iterator[None]:
 def window_of_one() -> Iterator[None]:
     """Gather one unit ahead, and have one reduction in flight."""
     with ExitStack() as stack:
-        for owner in (gathers, reductions):
-            stack.enter_context(replaced(owner, "WINDOW", 1))
+        for owner, name in ((gathers, "AHEAD"), (reductions, "IN_FLIGHT")):
+            stack.enter_context(replaced(owner, name, 1))
         yield
 
 

@@ -91,7 +91,7 @@ BOTH = r"the activations of micro-batch \d from model chunk 0 and the gradients 
 # A fault: of its rank's how-manieth forward of a layer. Who waits for whom in what, for each rank that does.
 PIPELINES = {
     "last stage": ("loop 1 2 7", {"pp": 2}, {0: (1, "pp", "send and receive", BOTH)}),
-    "first stage": ("loop 0 0 7", {"pp": 2, "schedule": "gpipe"}, {
+    "first stage": ("loop 0 0 11", {"pp": 2, "schedule": "gpipe"}, {
         1: (0, "pp", "receive", r"the activations of micro-batch \d for model chunk 1"),
     }),
     "looped": ("stop 0 2 6", {"pp": 2, "schedule": "interleaved"}, {

@@ -127,7 +127,7 @@ def test_a_rank_that_ended_is_named_by_those_that_wait(tmp_path):
 
 @pytest.mark.long
 def test_a_branch_that_one_rank_takes_ends_with_its_unit_named(ranks):
-    with pytest.raises(Exception, match=r"waited .* for rank [01] of that axis in (all_gather|reduce_scatter) of unit"):
+    with pytest.raises(Exception, match=r"waited .*for rank [01] of that axis in (all_gather|reduce_scatter) of unit"):
         ranks(2, branches, group_timeout=5.0)
 
 
