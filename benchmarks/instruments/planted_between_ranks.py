@@ -109,7 +109,7 @@ def freed_early() -> Iterator[None]:
 
     def reduced(self: Any, single: bool) -> None:
         reduce(self, single)
-        self._drop_bucket()
+        self.local.close()
 
     with mock.patch.object(Gradients, "reduce", reduced):
         yield

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from instruments import groups
 from instruments.groups import Follow, Logs, Operation, Read, Wait
-from zero3d.distributed.axis import Axis
+from zero3d.distributed.axis import Call
 
 Key = tuple[str, tuple[int, ...]]  # a communicator: its group, its ranks
 Moment = dict[Key, int]  # how many operations of a rank on each communicator
@@ -64,14 +64,14 @@ def labelled() -> Iterator[None]:
 
     Collectives of zero3d: operation and unit. Messages of pipelines: direction, receiving stage, micro-batch.
     """
-    call = Axis.call
+    run = Call.run
 
-    def labelling(axis: Axis, op: str, unit: str, inner: Any, *rest: Any, **named: Any) -> Any:
-        with groups.labelled((op, unit)):
-            return call(axis, op, unit, inner, *rest, **named)
+    def labelling(call: Call, inner: Any, peer: int | None = None) -> Any:
+        with groups.labelled((call.op, call.unit)):
+            return run(call, inner, peer)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Axis, "call", labelling))
+        stack.enter_context(mock.patch.object(Call, "run", labelling))
         for name, kind, offset in (
             ("get_fwd_recv_ops", "forward", 0), ("get_fwd_send_ops", "forward", 1),
             ("get_bwd_recv_ops", "backward", 0), ("get_bwd_send_ops", "backward", -1),

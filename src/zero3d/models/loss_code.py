@@ -21,12 +21,14 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
+_ONE_TREE = Lock()  # at a time: threads that make some at once end in SystemError before Python 3.13 (gh-106905)
 SHIFTED = "shift_labels"  # labels that have lost their first one already
 IGNORE = "ignore_index"
 OPTIONS = {SHIFTED, IGNORE}  # what a micro-batch may tell transformers' losses
@@ -395,6 +397,8 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 def _tree(function: Any) -> ast.AST | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        text = textwrap.dedent(inspect.getsource(function))
+        with _ONE_TREE:
+            return ast.parse(text)
     except (OSError, TypeError, SyntaxError):
         return None

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ LENGTH, CUT = 33, 18  # no part is as long as widths are
 SHORT, PADDED = 9, 3  # of sequences from which positions are told
 WAVE = 0.37
 NAME = "sequence_trial"
+_ONE_TRIAL = Lock()  # has that name: ranks may be threads of one process
 OF_A_KIND = 2
 NEAR = 1e-3  # of the largest number: rounding depends on how many rows a product has, mixing moves all of it
 ALIKE = 1e-5  # of the largest number: the same positions give the same numbers
@@ -193,6 +195,7 @@ def _prepared(
 
     config, functions, device = decoder.config, ALL_ATTENTION_FUNCTIONS._global_mapping, _device_of(decoder)
     with ExitStack() as stack:
+        stack.enter_context(_ONE_TRIAL)
         stack.enter_context(_few_blocks(decoder, of_a_kind))
         state = {name: _random(p, generator, device) for name, p in decoder.named_parameters()}
         functions[NAME] = attend
