@@ -3,7 +3,7 @@
 Instants of a step are made the fullest in turn by what a part's backward needs beside what it kept.
 """
 
-from zero3d.plan.memory import memory
+from zero3d.plan.memory import instants, memory
 from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
 LENGTH, HIDDEN, VOCAB, BLOCKS = 8, 16, 64, 4
@@ -50,12 +50,21 @@ def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
     return ModelSpec("by hand", tuple(parts), LENGTH, HIDDEN, VOCAB, heads=4, kv_heads=4)
 
 
+STATES = ("parameters", "gradients", "optimizer")
+
+
 def at(model, instant, **plan):
-    """The parts of the fullest instant, which must be this one, beside the states."""
-    bytes_ = memory(model, ParallelPlan(**{"stage": 3, "micro_batch": 2} | plan))
-    assert bytes_.instant == instant
-    assert bytes_.allocated == sum(bytes_.parts.values())
-    return {name: size for name, size in bytes_.parts.items() if name not in ("parameters", "gradients", "optimizer")}
+    """The parts of an instant beside the states. It is the fullest but for gradients, which come during the backward."""
+    plan = ParallelPlan(**{"stage": 3, "micro_batch": 2} | plan)
+    found, most = dict(instants(model, plan)), memory(model, plan)
+    assert most.allocated == sum(most.parts.values())
+    where = instant.partition(", pipeline")[0]
+    if plan.accumulate > 1 or where == "optimizer step":
+        assert most.instant == instant
+    else:
+        beside = {name: sum(parts.values()) for name, parts in found.items() if parts.pop("gradients") >= 0}
+        assert beside[where] == max(beside.values())
+    return {name: size for name, size in found[where].items() if size and name not in STATES}
 
 
 def fullest(kind, pp_stage=None, **plan):

@@ -407,7 +407,7 @@ def account(options):
     planned = {("dp", *key): v for key, v in step_traffic(3, engine.traffic_units, engine.dp.size, gathers, 2).items()}
     planned |= {("node", *key): v for key, v in node_traffic(engine.traffic_units, gathers).items()}
     measured = {(e.axis, e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
-    arena = {c: engine.arena.live(c) for c in ("parameters", "padding", "gathered", "bucket", "wire")}
+    arena = {c: engine.arena.held(c) for c in ("parameters", "padding", "gathered", "bucket", "wire")}
     [layer] = [unit for unit in engine.traffic_units if unit.name == "layers.0"]
     widths = [math.prod(each.as_gathered) for each in (layer, layer._replace(coded=False))]
     return planned, measured, arena, planned_bytes(engine), {e.category: e.planned for e in engine.memory}, widths

@@ -112,7 +112,7 @@ def check(engine, stage, degree, place, position):
         if kind == "block":  # its second norm begins a slot of 256 after the first
             assert unit.layout.slots[-1].start == ATTENTION + MLP + 256
         assert unit.weights.full.untyped_storage().nbytes() == (0 if stage == 3 else 2 * TOTAL[kind])
-    assert sum(engine.arena.live(state) for state in STATES) == state_bytes(stage, units, shards, used)
+    assert sum(engine.arena.held(state) for state in STATES) == state_bytes(stage, units, shards, used)
     assert [engine.arena.live(category) for category in TRANSIENT] == [0] * len(TRANSIENT)
     return sum(used[kind] for kind in units)
 

@@ -261,8 +261,10 @@ def test_the_arena_holds_what_the_formula_says_and_a_bucket_of_scratch(stage):
     assert held["wire"].peak == 4 * 1024
     engine.arena.reset_peaks()
     assert {entry.category: entry.peak for entry in engine.memory} == {
-        category: entry.measured for category, entry in held.items()
+        category: entry.now for category, entry in held.items()
     }
+    gradients = held["gradients"]
+    assert (gradients.now, gradients.measured, gradients.peak) == (0, gradients.planned, gradients.planned)
 
 
 def test_the_planner_counts_it_and_a_bucket_instead_of_the_scratch_of_casts():

@@ -19,6 +19,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.margin import Ends, Range, ends
+from zero3d.plan.memory import instants
 from zero3d.plan.rollout import Rollout, split
 from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
@@ -165,6 +166,7 @@ def _json(explained: Explained) -> dict[str, Any]:
         **plan_text.row_json(row),
         **plan_text.plan_json(model, cluster, row, limit, margin, explained.ends),
         "fits": explained.fits,
+        "instants": [{"instant": name, **parts} for name, parts in instants(model, row.plan)],
         "what_if": plan_text.knobs_json(what_if(row, model, cluster, evaluate)),
         "cost": plan_text.cost_json(row.estimate, cluster, tokens, price),
     }
@@ -178,6 +180,8 @@ def _lines(explained: Explained) -> Iterator[str]:
     yield ""
     yield from plan_text.memory_lines(estimate.memory)
     yield _verdict(explained)
+    yield ""
+    yield from plan_text.instant_lines(instants(model, plan))
     yield ""
     yield from plan_text.time_lines(row, cluster)
     yield from plan_text.cost_lines(estimate, cluster, explained.tokens, explained.price)

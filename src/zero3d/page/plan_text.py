@@ -488,6 +488,30 @@ def memory_lines(memory: Memory) -> Iterator[str]:
     yield from terms(memory.parts, memory.allocated, GIB, "GiB")
 
 
+HELD = {  # what is alive at an instant, by what it is for
+    "weights, optimizer": ("parameters", "optimizer", "ring"),
+    "gradients": ("gradients",),
+    "activations": ("activations", "temporary", "passed", "batch"),
+    "buffers": ("gathered", "bucket", "wire"),
+    "padding": ("padding",),
+}
+
+
+def instant_lines(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
+    """Yield a table of what is alive at each instant of a step; of many blocks it has the first and the last."""
+    yield "Alive at each instant of a step, in GiB:"
+    rows = [
+        (name, *(f"{sum(parts.get(each, 0.0) for each in of) / GIB:.2f}" for of in (parts, *HELD.values())))
+        for name, parts in instants
+    ]
+    blocks = [
+        place for place, (name, _) in enumerate(instants) if name.startswith("backward of") and "embedding" not in name
+    ]
+    between = set(blocks[1:-1])
+    shown = [row for place, row in enumerate(rows) if place not in between]
+    yield from columns([("", "all", *HELD), *shown], "<" + ">" * (1 + len(HELD)))
+
+
 def time_lines(row: Row, cluster: ClusterSpec) -> Iterator[str]:
     """Yield lines: a step's seconds, what they go into, and what a rank sends."""
     estimate, world = row.estimate, row.plan.world

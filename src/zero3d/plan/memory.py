@@ -120,6 +120,16 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     )
 
 
+def instants(model: ModelSpec, plan: ParallelPlan) -> list[tuple[str, dict[str, float]]]:
+    """Return the bytes by category at each instant of a step, on the fullest rank; the last one is between two steps.
+
+    Raises ConfigError for what the engine refuses.
+    """
+    rank, _ = _fullest([_ranks(model, plan, stages) for stages in _stages(model, plan)])
+    rest = Peak("between two steps", *[0.0] * (len(Peak._fields) - 1))
+    return [(peak.instant, _parts(rank.base, peak)) for peak in (*rank.instants(), rest)]
+
+
 def _parts(base: Mapping[str, float], peak: Peak) -> dict[str, float]:
     """Return the bytes at an instant by category."""
     return dict(base) | {name: base.get(name, 0.0) + getattr(peak, name) for name in Peak._fields[1:]}
@@ -452,6 +462,23 @@ class _Ranks:
         instants.append(_Fullest(self._holding.step, self.stages[0]))
         return max(instants, key=lambda each: (each.peak.total, -each.stage))
 
+    def instants(self) -> Iterator[Peak]:
+        """Yield the instants of the fullest backward, in their order, then the optimizer's step."""
+        backwards = [
+            (_Running(turn, reduces, start), total - passed, passed)
+            for (turn, _, reduces), (total, passed, start) in self._starts().items()
+        ]
+        running, others, passed = max(
+            backwards, key=lambda each: max((peak.total for peak in self._of(*each)), default=0.0)
+        )
+        if running.start.moment.chunk > 0 and running.start.moment.kind in (INPUTS, WEIGHTS):
+            yield from self._of(running, others, passed)
+        else:
+            for at in range(len(self._parts(running))):
+                yield self._part_of_whole(running, others, passed, at)
+            yield self._end_of_whole(running, others, passed)
+        yield self._holding.step
+
     def _starts(self) -> dict[tuple[int, str, bool], tuple[float, float, Start]]:
         """Return the backwards than whose beginnings none alike has more bytes, with these; and of them, passed on.
 
@@ -531,14 +558,21 @@ class _Ranks:
 
     def _whole(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the fullest instant of a backward that lets go of what it has used."""
+        at = self._activations.fullest(running.turn, running.reduces, self._moving(running))
+        yield self._part_of_whole(running, others, passed, at)
+        yield self._end_of_whole(running, others, passed)
+
+    def _part_of_whole(self, running: _Running, others: float, passed: float, at: int) -> Peak:
+        """Return the instant of a part's backward, by its number in the order of backwards."""
         activations, moving = self._activations, self._moving(running)
-        at = activations.fullest(running.turn, running.reduces, moving)
         footprints, alive = activations.footprints[running.turn], others + activations.alive[running.turn]
         for footprint in footprints[:at]:
             alive -= footprint.kept
         part = self._parts(running)[-1 - at]
-        yield _backward(part, footprints[at], alive, passed, moving.turns[at], moving.gradients[at])
-        yield Peak("end of the backward", others, 0.0, passed, *moving.end, *self._holding.all)
+        return _backward(part, footprints[at], alive, passed, moving.turns[at], moving.gradients[at])
+
+    def _end_of_whole(self, running: _Running, others: float, passed: float) -> Peak:
+        return Peak("end of the backward", others, 0.0, passed, *self._moving(running).end, *self._holding.all)
 
     def _backward_of_inputs(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""
