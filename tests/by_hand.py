@@ -15,6 +15,7 @@ KEPT = {"embedding": (3.0, 5.0), "block": (101.0, 211.0), "head": (401.0, 43.0)}
 EMBEDDING_KEPT, BLOCK_KEPT, HEAD_KEPT = (sum(KEPT[kind]) for kind in KEPT)
 INSTANTS = {"embedding": "backward of the embedding", "head": "logits and loss"}
 ATTENTION, INPUT = 31, 32  # of a block's: what recomputing attention frees, and its input
+STATES = ("parameters", "gradients", "optimizer")
 BATCH = 16 * TOKENS  # ids and labels, int64
 # Gradients of one micro-batch travel as bf16: the terms of all ranks arrive, as much as the unit.
 WIRE = {"ends": 2 * ENDS, "block": 2 * BLOCK}
@@ -50,9 +51,6 @@ def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
     return ModelSpec("by hand", tuple(parts), LENGTH, HIDDEN, VOCAB, heads=4, kv_heads=4)
 
 
-STATES = ("parameters", "gradients", "optimizer")
-
-
 def at(model, instant, **plan):
     """The parts of an instant beside the states. It is the fullest but for gradients, which come during the backward."""
     plan = ParallelPlan(**{"stage": 3, "micro_batch": 2} | plan)
@@ -62,7 +60,8 @@ def at(model, instant, **plan):
     if plan.accumulate > 1 or where == "optimizer step":
         assert most.instant == instant
     else:
-        beside = {name: sum(parts.values()) for name, parts in found.items() if parts.pop("gradients") >= 0}
+        come = ("gradients", "padding")
+        beside = {name: sum(parts[each] for each in parts if each not in come) for name, parts in found.items()}
         assert beside[where] == max(beside.values())
     return {name: size for name, size in found[where].items() if size and name not in STATES}
 

@@ -29,7 +29,7 @@ from by_hand import (
 from zero3d.memory.scratch import group_elements
 from zero3d.plan.footprint import footprints
 from zero3d.plan.hardware import cluster
-from zero3d.plan.memory import memory
+from zero3d.plan.memory import instants, memory
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 from zero3d.spec.offload import Offload
 
@@ -112,6 +112,43 @@ def test_gradients_that_autograd_holds_are_divided_by_tp():
     for tp, precision, width in ((1, "bf16", 1), (2, "bf16", 1), (2, "fp32", 2)):
         found = at(model_of(instants=instants), "backward of blocks.3", dp=1, stage=0, tp=tp, precision=precision)
         assert found["temporary"] == width * (TOKENS * (300 / tp + MUCH) + 6000 / tp)
+
+
+# --- gradients of model states --------------------------------------------------------------------
+# They have memory from their first use to the update: shards from their reduction, whole ones from the first gradient.
+
+
+def gradients_at(model, **plan):
+    return {name: parts["gradients"] for name, parts in instants(model, ParallelPlan(**{"micro_batch": 2} | plan))}
+
+
+def test_the_only_backward_of_a_step_has_the_gradients_of_those_units_alone_that_it_has_reached():
+    """Stage 3 at dp 2 keeps 4 bytes of half of each; stage 1 has 2 of the whole and 4 of half, these when reduced."""
+    root = 16_384
+    shards = gradients_at(model_of(root=root), stage=3, dp=2)
+    assert shards == {
+        "logits and loss": 0,
+        **{f"backward of blocks.{3 - k}": 2 * (ENDS + k * BLOCK) for k in range(4)},
+        "backward of the embedding": 2 * (ENDS + 4 * BLOCK),
+        **dict.fromkeys(("end of the backward", "optimizer step"), 2 * (2 * ENDS + root + 4 * BLOCK)),
+        "between two steps": 0,
+    }
+    whole = gradients_at(model_of(root=root), stage=1, dp=2)
+    assert whole["logits and loss"] == whole["between two steps"] == 0
+    assert whole["backward of blocks.2"] == 4 * (ENDS + BLOCK) + 2 * (BLOCK + root)
+    assert whole["end of the backward"] == 4 * (2 * ENDS + root + 4 * BLOCK)
+
+
+def test_of_several_backwards_a_later_one_has_all_gradients_throughout():
+    several = gradients_at(model_of(), stage=3, dp=2, accumulate=2)
+    assert several.pop("between two steps") == 0
+    assert set(several.values()) == {2 * (2 * ENDS + 4 * BLOCK)}
+
+
+def test_the_fullest_instant_is_where_gradients_have_come_if_these_outweigh_what_activations_leave():
+    plan = ParallelPlan(stage=0, dp=1, micro_batch=2, precision="fp32")
+    assert memory(model_of("block"), plan).instant == "backward of blocks.0"  # 4 bytes of BLOCK for 312 of 16 tokens
+    assert memory(model_of("block"), plan.replace(accumulate=2)).instant == "backward of blocks.3"
 
 
 # --- the optimizer step ---------------------------------------------------------------------------

@@ -100,9 +100,7 @@ def per_parameter(unit: UnitPlan, optimizer: Fraction | int) -> StateBytes:
     if not policy.params:
         held = held._replace(parameters=width * (Fraction(1) if unit.whole else share))
     if unit.gradients is not None:
-        if not policy.gradients:
-            whole, sharded = _gradient_widths(unit.gradients, policy.master.itemsize)
-            held = held._replace(gradients=unit.sources * whole + sharded * share)
+        held = held._replace(gradients=_gradient_rate(unit, unit.gradients, reduced=True))
         held = held._replace(optimizer=optimizer * (share if row.shards_optimizer else Fraction(1)))
     return held._replace(parameters=held.parameters + second_shard_bytes(width, unit.coded, unit.node))
 
@@ -115,6 +113,14 @@ def second_shard_bytes(weight: int, coded: bool, node: int) -> Fraction:
     if node == 1:
         return Fraction(0)
     return (Fraction(block_bytes(CODE_BITS), BLOCK) if coded else Fraction(weight)) / node
+
+
+def _gradient_rate(unit: UnitPlan, plan: GradientPlan, reduced: bool) -> Fraction:
+    """Return the bytes of gradients per parameter. reduced: the unit's reduction has begun, its shard has memory."""
+    if unit.policy.gradients:
+        return Fraction(0)
+    whole, sharded = _gradient_widths(plan, unit.policy.master.itemsize)
+    return Fraction(unit.sources * whole) + Fraction(sharded * reduced, unit.cut.size)
 
 
 def _gradient_widths(plan: GradientPlan, master: int) -> tuple[int, int]:
@@ -130,14 +136,26 @@ class GradientBytes(NamedTuple):
     gradients: float
     padding: float
 
+    def times(self, count: int) -> GradientBytes:
+        """Return the bytes of `count` such units."""
+        return GradientBytes(self.gradients * count, self.padding * count)
+
     def __add__(self, other: object) -> GradientBytes:
         assert isinstance(other, GradientBytes)
         return GradientBytes(self.gradients + other.gradients, self.padding + other.padding)
 
 
-def gradient_bytes(unit: UnitPlan, layout: UnitLayout) -> GradientBytes:
-    """Return what a rank's device holds of a unit's gradients, from their first use in a step to the unit's update."""
-    rate = per_parameter(unit, 0).gradients
+@lru_cache(maxsize=4096)
+def _gradients_per_parameter(unit: UnitPlan, reduced: bool) -> Fraction:
+    return Fraction(0) if unit.gradients is None else _gradient_rate(unit, unit.gradients, reduced)
+
+
+def gradient_bytes(unit: UnitPlan, layout: UnitLayout, reduced: bool = True) -> GradientBytes:
+    """Return what a rank's device holds of a unit's gradients, from their first use in a step to the unit's update.
+
+    reduced  the unit's reduction has begun: what it comes to has memory, too
+    """
+    rate = _gradients_per_parameter(unit, reduced)
     return GradientBytes(float(rate * layout.numel), float(rate * layout.padding))
 
 

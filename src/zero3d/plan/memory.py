@@ -227,8 +227,9 @@ class _Holding:
         self.shard: States = states(model, plan, stage)
         self.ring = float(buffer_bytes(plan, self.shard)[DEVICE])
         held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
-        trained = [unit for units in self.units for unit in units if unit.trainable]
-        self.all = sum((gradient_bytes(unit.plan(plan), unit.layout) for unit in trained), GradientBytes(0.0, 0.0))
+        trained = [(unit, many) for unit, many in rank_model(model, plan, stage).unlike if unit.trainable]
+        come = (gradient_bytes(unit.plan(plan), unit.layout).times(many) for unit, many in trained)
+        self.all = sum(come, GradientBytes(0.0, 0.0))
         self.held = held | {"gradients": 0.0, "padding": held["padding"] - self.all.padding}
 
     @cached_property

@@ -75,6 +75,7 @@ class _Chunk:
         self.plan, self.policy, alike = plan, policy_of(plan), dict[tuple[int, int, Kind], RankUnit]()
         self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.deferred))
         self.turns = [[alike.setdefault(_sizes(u), u) for u in units if not u.deferred] for units in order]
+        self._known: dict[tuple[int, bool], GradientBytes] = {}
         self.early = [unit for units in self.turns for unit in units if unit.trainable]
         self.passed = [0, *accumulate(sum(unit.trainable for unit in units) for units in self.turns)]
 
@@ -94,18 +95,21 @@ class _Chunk:
     def _gradients(self) -> Iterator[GradientBytes]:
         """Yield the gradients that have come by each turn's fullest instant: in part 0 none, whose logits come first.
 
-        Those that are kept whole have memory from their first gradient on, others from their reduction.
+        Those that are kept whole have memory from their first gradient on, shards from their reduction.
         """
         passed, last = GradientBytes(0.0, 0.0), len(self.turns) - 1
         roots = [unit for unit in self.late if unit.owner == ROOT]
         for at, turn in enumerate(self.turns):
             opened = (*turn, *(self.late if at == last else roots)) if at else ()
-            kept = [self._of_unit(unit) for unit in opened if unit.trainable and _is_kept(unit, self.plan)]
-            yield sum(kept, passed)
-            passed = sum((self._of_unit(unit) for unit in turn if unit.trainable), passed)
+            yield sum((self._of_unit(unit, reduced=False) for unit in opened if unit.trainable), passed)
+            passed = sum((self._of_unit(unit, reduced=True) for unit in turn if unit.trainable), passed)
 
-    def _of_unit(self, unit: RankUnit) -> GradientBytes:
-        return gradient_bytes(unit.plan(self.plan), unit.layout)
+    def _of_unit(self, unit: RankUnit, reduced: bool) -> GradientBytes:
+        """Return a unit's gradients; of those of as many bytes, which are one object, once."""
+        key = id(unit), reduced
+        if key not in self._known:
+            self._known[key] = gradient_bytes(unit.plan(self.plan), unit.layout, reduced)
+        return self._known[key]
 
     def _near(self, at: int) -> tuple[int, ...]:
         """Return what the buffers of a turn depend on: its place where that counts, and the units around it."""
@@ -165,12 +169,6 @@ class _Chunk:
 def _sizes(unit: RankUnit) -> tuple[int, int, Kind]:
     """Return what a unit's buffers depend on."""
     return unit.layout.total, unit.layout.n, unit.kind
-
-
-def _is_kept(unit: RankUnit, plan: ParallelPlan) -> bool:
-    """Return whether a trained unit's local gradients are kept whole."""
-    gradients = unit.plan(plan).gradients
-    return gradients is not None and gradients.kept
 
 
 def _full_bytes(unit: RankUnit) -> int:
