@@ -136,10 +136,6 @@ class GradientBytes(NamedTuple):
     gradients: float
     padding: float
 
-    def times(self, count: int) -> GradientBytes:
-        """Return the bytes of `count` such units."""
-        return GradientBytes(self.gradients * count, self.padding * count)
-
     def __add__(self, other: object) -> GradientBytes:
         assert isinstance(other, GradientBytes)
         return GradientBytes(self.gradients + other.gradients, self.padding + other.padding)

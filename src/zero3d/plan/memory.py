@@ -228,8 +228,8 @@ class _Holding:
         self.ring = float(buffer_bytes(plan, self.shard)[DEVICE])
         held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
         trained = [(unit, many) for unit, many in rank_model(model, plan, stage).unlike if unit.trainable]
-        come = (gradient_bytes(unit.plan(plan), unit.layout).times(many) for unit, many in trained)
-        self.all = sum(come, GradientBytes(0.0, 0.0))
+        padding = sum(gradient_bytes(unit.plan(plan), unit.layout).padding * many for unit, many in trained)
+        self.all = GradientBytes(held["gradients"], padding)
         self.held = held | {"gradients": 0.0, "padding": held["padding"] - self.all.padding}
 
     @cached_property
