@@ -141,7 +141,7 @@ P = ParallelPlan
         *((P(dp=4, stage=stage, reduce_scatter=way), False, False) for stage in (1, 3) for way in ("auto", "native")),
         (P(dp=4, stage=0, reduce_scatter="native"), False, False),
         (P(dp=4, stage=1, reduce_dtype="bf16", accumulate=2), False, False),
-        (P(dp=2, tp=4, stage=1, sequence_parallel=True, micro_batch=2), False, False),
+        (P(dp=2, tp=4, stage=1, sequence_parallel=True, micro_batch=2, accumulate=2), False, False),
         (P(dp=8, stage=3, micro_batch=2), False, False),
         (P(dp=4, stage=0, micro_batch=4), False, False),
         (P(dp=2, tp=4, stage=2), False, False),

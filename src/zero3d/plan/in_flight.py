@@ -38,6 +38,7 @@ class Moment(NamedTuple):
     waiting    of these, the others that wait for their W
     under_way  gradients that may be on their way to another rank
     final      it is the chunk's last of this kind: gradients of a step are reduced in it
+    come       by chunk: gradients of the step have come in an earlier backward
     """
 
     chunk: int
@@ -46,16 +47,19 @@ class Moment(NamedTuple):
     waiting: tuple[int, ...]
     under_way: int
     final: bool
-
-
-ALONE = (Moment(0, WHOLE, (1,), (0,), 0, final=True),)  # without a pipeline
+    come: tuple[bool, ...]
 
 
 def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     """Return the backwards of a step that may be the fullest: none has less of everything than another one alike."""
     if plan.pp == 1:
-        return ALONE
+        return (_alone(plan),)
     return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
+
+
+def _alone(plan: ParallelPlan) -> Moment:
+    """Return the fullest moment without a pipeline: a step's last backward."""
+    return Moment(0, WHOLE, (1,), (0,), 0, final=True, come=(plan.accumulate > 1,))
 
 
 class Start(NamedTuple):
@@ -94,6 +98,7 @@ class Rivals(NamedTuple):
     turn: int
     kind: str
     final: bool
+    come: tuple[bool, ...]
     groups: list[Group]
     most: tuple[int, int, int]
 
@@ -106,9 +111,9 @@ def rivals(
     states, gradients  by chunk of a rank, what a micro-batch in flight has beside what it keeps, and one that waits
     """
     if plan.pp == 1:
-        start = Start(*ALONE, 0, 0, ((1, 0),))
+        start = Start(_alone(plan), 0, 0, ((1, 0),))
         passed = gradients[0] + states[0]
-        return [Rivals(0, WHOLE, True, [Group(1, 0, passed, [start])], (1, 0, passed))]
+        return [Rivals(0, WHOLE, True, start.moment.come, [Group(1, 0, passed, [start])], (1, 0, passed))]
     return _rivals(plan.schedule, plan.pp, _micro_batches_to_run(plan), stages, states, gradients)
 
 
@@ -116,7 +121,7 @@ def rivals(
 def _rivals(
     name: str, pp: int, count: int, stages: tuple[int, ...], states: tuple[int, ...], gradients: tuple[int, ...]
 ) -> list[Rivals]:
-    found: dict[tuple[int, str, bool], dict[tuple[int, int, int], list[Start]]] = {}
+    found: dict[tuple[int, str, bool, tuple[bool, ...]], dict[tuple[int, int, int], list[Start]]] = {}
     number = 0
     for stage in stages:
         turns = {chunk: turn for turn, chunk in enumerate(Schedule.of(name).chunks_of(stage, pp))}
@@ -125,7 +130,7 @@ def _rivals(
             passed = len(turns) - 1 + gradients[turn] + moment.under_way
             passed += sum(map(mul, moment.in_flight, states)) + sum(map(mul, moment.waiting, gradients))
             flights = tuple([(i - w, w) for i, w in zip(moment.in_flight, moment.waiting, strict=True)])
-            groups = found.setdefault((turn, moment.kind, moment.final), {})
+            groups = found.setdefault((turn, moment.kind, moment.final, moment.come), {})
             alike = groups.setdefault((sum(moment.in_flight) - waiting, waiting, passed), [])
             alike.append(Start(moment, stage, number, flights))
             number += 1
@@ -168,22 +173,23 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     alive, waiting = [0] * len(turns), [0] * len(turns)
     left = dict.fromkeys(((kind, chunk) for kind in (WHOLE, INPUTS, WEIGHTS) for chunk in turns), count)
-    alike: dict[tuple[str, int, bool], dict[tuple[Any, ...], None]] = {}
+    alike: dict[tuple[str, int, bool, tuple[bool, ...]], dict[tuple[Any, ...], None]] = {}
     under_way = _under_way(schedule, pp, count, stage)
     for (kind, chunk, _), sent in zip(actions_of_rank(name, pp, count, stage), under_way, strict=True):
         turn = turns[chunk]
         if kind == "F":
             alive[turn] += 1
             continue
+        come = tuple([left[ends, each] < count for each in turns])
         left[kind, chunk] -= 1
         waiting[turn] -= kind == WEIGHTS
         final = left[kind, chunk] == 0
-        alike.setdefault((kind, chunk, final), {})[tuple(alive), tuple(waiting), sent] = None
+        alike.setdefault((kind, chunk, final, come), {})[tuple(alive), tuple(waiting), sent] = None
         waiting[turn] += kind == INPUTS
         alive[turn] -= kind == ends
     return tuple(
-        Moment(chunk, kind, in_flight, waits, sent, final)
-        for (kind, chunk, final), found in alike.items()
+        Moment(chunk, kind, in_flight, waits, sent, final, come)
+        for (kind, chunk, final, come), found in alike.items()
         for in_flight, waits, sent in _fullest(list(found))
     )
 

@@ -57,6 +57,7 @@ IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written
 RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
 NOTHING = Windows(0.0, 0.0, 0.0)
+NO_GRADIENTS = GradientBytes(0.0, 0.0)
 CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
 NOISE = 4 << 18  # bytes of the table by which moments are rounded to bf16
 PROCESS = constant("zero3d", "process")
@@ -240,8 +241,7 @@ class _Holding:
     @cached_property
     def moving(self) -> list[Backward]:
         """Return the buffers that come and go with units, by chunk."""
-        found = backwards(*self._of).values()
-        return [each if each.gradients else each._replace(gradients=(self.all,) * len(each.turns)) for each in found]
+        return list(backwards(*self._of).values())
 
     @cached_property
     def gradients(self) -> list[int]:
@@ -326,15 +326,18 @@ class _Activations:
     footprints  of its parts, in the order of backwards
     kept        bytes from a micro-batch's forward to its backward, in the order of forwards
     alive       the same, added up in the order of backwards
+    begins      of each part, the place of the one with which the backward of its recomputed segment begins: what has
+                been recomputed is all there then, and gradients of its other blocks are not
     """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
-        by_part = footprints(model, plan)
-        self._forwards = [[by_part[part] for part in parts] for parts in chunks_of_rank(model, plan, stage).values()]
+        by_part, chunks = footprints(model, plan), chunks_of_rank(model, plan, stage).values()
+        self._forwards = [[by_part[part] for part in parts] for parts in chunks]
+        self.begins = [_begins(parts, Policy.of(plan.activations).every or 1) for parts in chunks]
         self.footprints = [footprints[::-1] for footprints in self._forwards]
         self.kept = [sum([each.kept for each in footprints]) for footprints in self._forwards]
         self.alive = [sum([each.kept for each in footprints]) for footprints in self.footprints]
-        self._fullest: dict[tuple[int, bool], int] = {}
+        self._fullest: dict[tuple[int, bool, bool], int] = {}
 
     @cached_property
     def between(self) -> list[float]:
@@ -346,21 +349,29 @@ class _Activations:
             for kept, footprints in zip(self.kept, self._forwards, strict=True)
         ]
 
-    def fullest(self, turn: int, reduces: bool, moving: Backward) -> int:
+    def fullest(self, turn: int, reduces: bool, first: bool, moving: Backward) -> int:
         """Return which part's backward is the fullest, whatever other micro-batches keep: all have that.
 
         Of alike parts in a row it is the first, where most is kept, or the last, where most gradients are.
         """
-        if (turn, reduces) not in self._fullest:
+        if (turn, reduces, first) not in self._fullest:
             alive, most, footprints = self.alive[turn], (-inf, 0), self.footprints[turn]
             alike = [(id(footprint), id(windows)) for footprint, windows in zip(footprints, moving.turns, strict=True)]
             for at, (footprint, windows) in enumerate(zip(footprints, moving.turns, strict=True)):
                 if not alike[at - 1 : at] == alike[at : at + 1] == alike[at + 1 : at + 2]:
                     total = alive + footprint.again + max(footprint.transients) + sum(windows)
-                    most = max(most, (total + sum(moving.gradients[at]), -at))
+                    come = sum(moving.gradients[self.begins[turn][at]]) if first else 0.0
+                    most = max(most, (total + come, -at))
                 alive -= footprint.kept
-            self._fullest[turn, reduces] = -most[1]
-        return self._fullest[turn, reduces]
+            self._fullest[turn, reduces, first] = -most[1]
+        return self._fullest[turn, reduces, first]
+
+
+def _begins(parts: Sequence[Part], length: int) -> list[int]:
+    """Return the places of `_Activations.begins`, in the order of backwards. length: blocks of a segment."""
+    blocks = [place for place, part in enumerate(parts) if part.kind == "block"]
+    last = {place: blocks[min(len(blocks), (number // length + 1) * length) - 1] for number, place in enumerate(blocks)}
+    return [len(parts) - 1 - last.get(place, place) for place in range(len(parts) - 1, -1, -1)]
 
 
 @lru_cache(maxsize=64)
@@ -457,7 +468,7 @@ class _Ranks:
         """Return the fullest instant; of several the first stage's."""
         instants = [
             _Fullest(peak, start.stage)
-            for (turn, _, reduces), (total, passed, start) in self._starts().items()
+            for (turn, _, reduces, _), (total, passed, start) in self._starts().items()
             for peak in self._of(_Running(turn, reduces, start), total - passed, passed)
         ]
         instants.append(_Fullest(self._holding.step, self.stages[0]))
@@ -467,7 +478,7 @@ class _Ranks:
         """Yield the instants of the fullest backward, in their order, then the optimizer's step."""
         backwards = [
             (_Running(turn, reduces, start), total - passed, passed)
-            for (turn, _, reduces), (total, passed, start) in self._starts().items()
+            for (turn, _, reduces, _), (total, passed, start) in self._starts().items()
         ]
         running, others, passed = max(
             backwards, key=lambda each: max((peak.total for peak in self._of(*each)), default=0.0)
@@ -480,16 +491,16 @@ class _Ranks:
             yield self._end_of_whole(running, others, passed)
         yield self._holding.step
 
-    def _starts(self) -> dict[tuple[int, str, bool], tuple[float, float, Start]]:
+    def _starts(self) -> dict[tuple[int, str, bool, tuple[bool, ...]], tuple[float, float, Start]]:
         """Return the backwards than whose beginnings none alike has more bytes, with these; and of them, passed on.
 
         A group has at most what it would have were all of its micro-batches of the chunk that keeps most.
         """
         sizes, hidden = self._sizes, self._hidden
         most, most_half = self._most
-        fullest: dict[tuple[int, str, bool], tuple[float, float, Start]] = {}
-        for turn, kind, final, groups, _ in self._rivals:
-            key, running = (turn, kind, final or self._every_micro_batch), sizes[turn][0]
+        fullest: dict[tuple[int, str, bool, tuple[bool, ...]], tuple[float, float, Start]] = {}
+        for turn, kind, final, come, groups, _ in self._rivals:
+            key, running = (turn, kind, final or self._every_micro_batch, come), sizes[turn][0]
             top, _, first = fullest.get(key, (-inf, 0.0, groups[0].starts[0]))
             bounds = [whole * most + waiting * most_half + passed * hidden for whole, waiting, passed, _ in groups]
             for place in sorted(range(len(groups)), key=bounds.__getitem__, reverse=True):
@@ -523,7 +534,7 @@ class _Ranks:
         """
         most, most_half = self._most
         found = [self._holding.step.total]
-        for turn, _, final, groups, (flights, waiting, passed) in self._rivals:
+        for turn, _, final, _, groups, (flights, waiting, passed) in self._rivals:
             others = flights * most + waiting * max(0.0, most_half - most) - self._sizes[turn][0]
             running = _Running(turn, final or self._every_micro_batch, groups[0].starts[0])
             found += [peak.total for peak in self._of(running, others, passed * self._hidden)]
@@ -559,7 +570,8 @@ class _Ranks:
 
     def _whole(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the fullest instant of a backward that lets go of what it has used."""
-        at = self._activations.fullest(running.turn, running.reduces, self._moving(running))
+        first = not running.start.moment.come[running.turn]
+        at = self._activations.fullest(running.turn, running.reduces, first, self._moving(running))
         yield self._part_of_whole(running, others, passed, at)
         yield self._end_of_whole(running, others, passed)
 
@@ -570,7 +582,19 @@ class _Ranks:
         for footprint in footprints[:at]:
             alive -= footprint.kept
         part = self._parts(running)[-1 - at]
-        return _backward(part, footprints[at], alive, passed, moving.turns[at], moving.gradients[at])
+        come = self._gradients(running, moving.gradients[activations.begins[running.turn][at]])
+        return _backward(part, footprints[at], alive, passed, moving.turns[at], come)
+
+    def _gradients(self, running: _Running, own: GradientBytes) -> GradientBytes:
+        """Return the gradients of model states in a backward; own: those of its chunk, if it is the first of the step.
+
+        Torch gives those of weights when a backward of weights is over.
+        """
+        moment = running.start.moment
+        if all(moment.come):
+            return self._holding.all
+        come = (moving.all for moving, there in zip(self._holding.moving, moment.come, strict=True) if there)
+        return sum(come, NO_GRADIENTS if moment.come[running.turn] else own)
 
     def _end_of_whole(self, running: _Running, others: float, passed: float) -> Peak:
         return Peak("end of the backward", others, 0.0, passed, *self._moving(running).end, *self._holding.all)
@@ -580,11 +604,12 @@ class _Ranks:
         parts, turns = self._parts(running)[::-1], self._moving(running).turns
         footprints = self._activations.footprints[running.turn]
         alive, last = others + self._activations.alive[running.turn], len(parts) - 1
+        gradients = self._gradients(running, NO_GRADIENTS)
         for at, (part, footprint) in enumerate(zip(parts, footprints, strict=True)):
             if part.kind == "head" or at == last:
-                yield _backward(part, footprint, alive, passed, turns[at], self._holding.all)
+                yield _backward(part, footprint, alive, passed, turns[at], gradients)
             alive += footprint.skipped + footprint.for_weights  # the graph is kept till the end, logits with it
-        yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING, *self._holding.all)
+        yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING, *gradients)
 
     def _backward_of_weights(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
@@ -592,7 +617,7 @@ class _Ranks:
         alive = others + self._sizes[running.turn][1] - given
         temporary = max(given, self._holding.gradients[running.turn])
         windows = self._moving(running).turns[0]
-        yield Peak("backward of weights", alive, temporary, passed, *windows, *self._holding.all)
+        yield Peak("backward of weights", alive, temporary, passed, *windows, *self._gradients(running, NO_GRADIENTS))
 
     def _parts(self, running: _Running) -> list[Part]:
         """Return the parts of a chunk, in the order of forwards."""

@@ -42,12 +42,14 @@ class Backward(NamedTuple):
     """Buffers of one model chunk's backward.
 
     turns      in that of each of its parts, in the order of backwards
-    gradients  those of model states that have come by then, in a step's only backward; in all of several there are all
+    gradients  those of model states that have come by then in a step's first backward
+    all        those that a later one has throughout
     """
 
     turns: tuple[Windows, ...]
     end: Windows
-    gradients: tuple[GradientBytes, ...] = ()
+    gradients: tuple[GradientBytes, ...]
+    all: GradientBytes
 
 
 def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
@@ -88,21 +90,37 @@ class _Chunk:
             if near not in made:
                 made[near] = self._turn(at)
             turns.append(made[near])
-        return Backward(
-            tuple(turns), self._end(), tuple(self._gradients()) if self.plan.accumulate == self.plan.pp == 1 else ()
-        )
+        late = (self._of_unit(unit, reduced=True) for unit in self.late if unit.trainable)
+        *gradients, early = self._gradients()
+        return Backward(tuple(turns), self._end(), tuple(gradients), sum(late, early))
 
     def _gradients(self) -> Iterator[GradientBytes]:
-        """Yield the gradients that have come by each turn's fullest instant: in part 0 none, whose logits come first.
+        """Yield the gradients that have come by each turn's fullest instant in a step's first backward, then of all.
 
-        Those that are kept whole have memory from their first gradient on, shards from their reduction.
+        In part 0 none have, whose logits come first. Those that are kept whole have memory from their first gradient
+        on, shards from their reduction, which for all units of a block but the first is within its backward. In exact
+        mode sums have memory when terms have come.
         """
-        passed, last = GradientBytes(0.0, 0.0), len(self.turns) - 1
-        roots = [unit for unit in self.late if unit.owner == ROOT]
+        reduces = self.policy.often or self.plan.accumulate == 1
+        reduced = [self._of_unit(unit, reduces) for unit in self.early]
+        come = list(accumulate(reduced, initial=GradientBytes(0.0, 0.0)))
         for at, turn in enumerate(self.turns):
-            opened = (*turn, *(self.late if at == last else roots)) if at else ()
-            yield sum((self._of_unit(unit, reduced=False) for unit in opened if unit.trainable), passed)
-            passed = sum((self._of_unit(unit, reduced=True) for unit in turn if unit.trainable), passed)
+            if self.policy.exact:
+                yield come[max(0, self.passed[at] - IN_FLIGHT)]
+                continue
+            trained = [unit for unit in turn if unit.trainable] if at else []
+            within = (self._of_unit(unit, reduces and number > 0) for number, unit in enumerate(trained))
+            late = (self._of_unit(unit, reduced=False) for unit in self._filling(at) if unit.trainable)
+            yield sum((*within, *late), come[self.passed[at]])
+        yield (
+            come[-1] if reduces else sum((self._of_unit(u, reduced=True) for u in self.early), GradientBytes(0.0, 0.0))
+        )
+
+    def _filling(self, at: int) -> Sequence[RankUnit]:
+        """Return the units of several parts that get gradients in a turn: in part 0 after its fullest instant."""
+        if at == len(self.turns) - 1:
+            return self.late
+        return [unit for unit in self.late if unit.owner == ROOT] if at else []
 
     def _of_unit(self, unit: RankUnit, reduced: bool) -> GradientBytes:
         """Return a unit's gradients; of those of as many bytes, which are one object, once."""
