@@ -164,7 +164,7 @@ class Gradients:
             self._drain()
 
     def lend(self) -> Tensor:
-        """Return what is `owned`, with memory until `return_`: for an update that is made after the step."""
+        """Return what is `owned`, with memory until `take_back`: for an update that is made after the step."""
         self._lent = True
         return self.owned
 
@@ -174,7 +174,8 @@ class Gradients:
         self._drain()
 
     def _drain(self) -> None:
-        for each in self.memory:
+        self.reduced.drain()
+        for each in self.local.memory:
             each.drain()
 
     # --- the step -------------------------------------------------------------------------------
