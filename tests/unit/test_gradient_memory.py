@@ -1,10 +1,16 @@
 """Gradients have memory from their first use in a step to their unit's update, and none between steps."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from buckets import buckets_of
 from models import adamw, batch, build, loss_of
 
 import zero3d
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from instruments.races import Model, alone_in, collectives_of, lonely_mesh, modelled
 
 LATER = {"optimizer": "host", "executor": "device"}  # updates are made behind `step()`
 
@@ -23,6 +29,40 @@ def backward(engine, number, last=True):
 def held(engine):
     """Bytes of gradients that are there now."""
     return engine.arena.live("gradients")
+
+
+# --- what dies ----------------------------------------------------------------------------------
+
+
+def die(engine, number):
+    """A backward that ends in an error in the first of the model's layers."""
+
+    def fail(*_):
+        raise RuntimeError("of the test")
+
+    hook = engine.module.layers[0].register_full_backward_hook(fail)
+    loss = loss_of(engine, batch(number))
+    with pytest.raises(RuntimeError, match="of the test"):
+        engine.backward(loss)
+    hook.remove()
+
+
+@pytest.mark.parametrize(("stage", "options"), [(0, {}), (2, {"shard": 2}), (3, {"exact": True})])
+def test_memory_of_a_backward_that_died_is_not_given_back_under_what_still_writes_there(stage, options):
+    """Reductions on the side stream; sums over copies of shards, which are waited for by the next backward."""
+    with alone_in(4), collectives_of(Model()):
+        mesh = lonely_mesh(4, shard=options.get("shard"))
+        engine = engine_of(stage=stage, mesh=mesh, exact=options.get("exact", False))
+        with modelled(engine) as model:
+            die(engine, 0)
+            under_way = [unit for unit, _ in engine.reductions._over_copies]
+            assert bool(under_way) == ("shard" in options)
+            engine.zero_grad()
+            assert all(unit.gradients.is_there == (unit in under_way) for unit in engine.units)
+            backward(engine, 1)
+            engine.step()
+    assert not model.races
+    assert held(engine) == 0
 
 
 # --- updates behind the step --------------------------------------------------------------------
