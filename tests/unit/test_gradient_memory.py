@@ -15,11 +15,11 @@ from instruments.races import Model, alone_in, collectives_of, lonely_mesh, mode
 LATER = {"optimizer": "host", "executor": "device"}  # updates are made behind `step()`
 
 
-def engine_of(**options):
+def engine_of(model=None, **options):
     """An engine whose units have several buckets each."""
     with buckets_of(2048):
         made = {"stage": 2, "precision": "bf16", "clip_norm": 0.5, "optimizer": adamw} | options
-        return zero3d.Engine(build("net", width=40), **made)
+        return zero3d.Engine(model or build("net", width=40), **made)
 
 
 def backward(engine, number, last=True):
@@ -63,6 +63,26 @@ def test_memory_of_a_backward_that_died_is_not_given_back_under_what_still_write
             engine.step()
     assert not model.races
     assert held(engine) == 0
+
+
+# --- freezing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "shard"), [(0, None), (1, 1), (3, 2)])
+def test_what_is_unfrozen_behind_the_last_backward_of_a_step_has_gradients_of_zero(stage, shard):
+    with alone_in(4), collectives_of(Model()):
+        model = build("net", width=40)
+        model.layers[0].requires_grad_(False)
+        engine = engine_of(model, stage=stage, mesh=lonely_mesh(4, shard=shard))
+        backward(engine, 0)
+        with engine.full_params():
+            model.layers[0].requires_grad_(True)
+        unit = next(unit for unit in engine.units if unit.name == "layers.0")
+        engine.grad_norm()
+        assert unit.gradients.is_there
+        assert not any(piece.any() for piece in unit.gradients.reduced.owned_pieces())
+        assert engine.step().applied
+        assert held(engine) == 0
 
 
 # --- updates behind the step --------------------------------------------------------------------
