@@ -19,6 +19,7 @@ from zero3d.optim import adamw8bit, muon
 from zero3d.plan.memory import instants
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ParallelPlan
+from zero3d.plan.states import states
 from zero3d.plan.windows import backwards
 from zero3d.zero.gradient_memory import GradientMemory
 
@@ -268,19 +269,34 @@ def test_memory_of_a_backward_that_died_is_not_given_back_under_what_still_write
 # --- freezing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "shard"), [(0, None), (1, 1), (3, 2)])
-def test_what_is_unfrozen_behind_the_last_backward_of_a_step_has_gradients_of_zero(stage, shard):
+def unfrozen(stage, mesh):
+    """An engine, and a unit that was unfrozen behind the last backward of the step that is due."""
+    model = build("net", width=40)
+    model.layers[0].requires_grad_(False)
+    engine = engine_of(model, stage=stage, mesh=mesh)
+    backward(engine, 0)
+    with engine.full_params():
+        model.layers[0].requires_grad_(True)
+    return engine, next(unit for unit in engine.units if unit.name == "layers.0")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_unfrozen_behind_the_last_backward_of_a_step_has_gradients_of_zero(stage):
+    with poisoned():
+        engine, unit = unfrozen(stage, None)
+    assert not unit.gradients.is_there
+    engine.grad_norm()
+    assert not any(piece.any() for piece in unit.gradients.reduced.owned_pieces())
+    assert engine.step().applied
+    assert held(engine) == 0
+
+
+@pytest.mark.parametrize(("stage", "shard"), [(1, 1), (3, 2)])
+def test_gradients_of_zero_have_memory_for_their_sum_over_copies(stage, shard):
     with alone_in(4), collectives_of(Model()):
-        model = build("net", width=40)
-        model.layers[0].requires_grad_(False)
-        engine = engine_of(model, stage=stage, mesh=lonely_mesh(4, shard=shard))
-        backward(engine, 0)
-        with engine.full_params():
-            model.layers[0].requires_grad_(True)
-        unit = next(unit for unit in engine.units if unit.name == "layers.0")
+        engine, unit = unfrozen(stage, lonely_mesh(4, shard=shard))
         engine.grad_norm()
         assert unit.gradients.is_there
-        assert not any(piece.any() for piece in unit.gradients.reduced.owned_pieces())
         assert engine.step().applied
         assert held(engine) == 0
 
@@ -331,32 +347,39 @@ def test_a_units_gradients_go_with_its_own_update_behind_the_step(stage, place):
 
 
 def planned(**options):
-    """Gradients in the turns of a backward, all of them, and in the instants of a plan."""
+    """Gradients in the turns of a backward, by unit when it is reduced and before that, and in the instants of a plan."""
     plan = ParallelPlan(**{"micro_batch": 2} | options)
     model = model_of(root=64)
     ((moving,),) = [backwards(model, plan, 0).values()]
     units = [unit for each in rank_model(model, plan, 0).units.values() for unit in each]
-    whole = {unit.name: sum(gradient_bytes(unit.plan(plan), unit.layout)) for unit in units}
+    whole, opened = (
+        {unit.name: sum(gradient_bytes(unit.plan(plan), unit.layout, reduced)) for unit in units}
+        for reduced in (True, False)
+    )
     found = [(name, parts.get("gradients", 0.0) + parts["padding"]) for name, parts in instants(model, plan)]
-    return [sum(each) for each in moving.gradients], whole, found
+    return [sum(each) for each in moving.gradients], whole, opened, found
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_plan_of_one_micro_batch_has_gradients_that_have_come_by_each_instant(stage):
-    turns, whole, found = planned(dp=2, stage=stage)
+    turns, whole, opened, found = planned(dp=2, stage=stage)
     at_rest = found[-1][1]
-    kept = whole["blocks.3"] if stage == 0 else 0.0
-    root = whole["root"] if stage == 0 else 0.0
-    blocks = [whole["head"] + number * whole["blocks.3"] for number in range(4)]
-    assert turns[0] == 0
-    assert turns[1:5] == pytest.approx([each + kept + root for each in blocks])
+    of_block = whole["blocks.3"]
+    assert opened["blocks.3"] == {0: of_block, 1: of_block / 2, 2: 0, 3: 0}[stage], (
+        "bf16, and a half in fp32 at stage 1"
+    )
+    passed = [0.0, *(whole["head"] + number * of_block for number in range(5))]
+    own = [0.0, *[opened["blocks.3"] + opened["root"]] * 4, opened["embed"] + opened["root"]]
+    assert turns == pytest.approx([sum(each) for each in zip(passed, own, strict=True)])
     assert [size - at_rest for _, size in found[:-3]] == pytest.approx(turns)
     assert [name for name, _ in found[-3:]] == ["end of the backward", "optimizer step", "between two steps"]
     assert [size - at_rest for _, size in found[-3:-1]] == pytest.approx([sum(whole.values())] * 2)
+    device = states(model_of(root=64), ParallelPlan(dp=2, stage=stage, micro_batch=2)).device
+    assert found[-2][1] == pytest.approx(float(device.states.gradients + device.padding))
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 4}, {"accumulate": 4, "exact": True}])
 def test_a_plan_of_several_micro_batches_has_all_gradients_in_each_backward(options):
-    turns, whole, found = planned(dp=2, stage=2, **options)
+    turns, whole, _, found = planned(dp=2, stage=2, **options)
     assert turns == []
     assert [size - found[-1][1] for _, size in found[:-1]] == pytest.approx([sum(whole.values())] * (len(found) - 1))
