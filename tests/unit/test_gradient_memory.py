@@ -383,3 +383,17 @@ def test_a_plan_of_several_micro_batches_has_all_gradients_in_each_backward(opti
     turns, whole, _, found = planned(dp=2, stage=2, **options)
     assert turns == []
     assert [size - found[-1][1] for _, size in found[:-1]] == pytest.approx([sum(whole.values())] * (len(found) - 1))
+
+
+@pytest.mark.parametrize(("place", "waits"), [("optimizer", True), ("gradients", False)])
+def test_a_plan_has_gradients_between_two_steps_where_the_engine_has(place, waits):
+    """Updates of states off the device are made behind the next forward, and gradients on the host are not here."""
+    offload = {"offload": "host", "gradients": "host"} if place == "gradients" else {"offload": "host"}
+    _, whole, _, found = planned(dp=2, stage=3, **offload)
+    resting, stepping = (dict(found)[name] for name in ("between two steps", "optimizer step"))
+    assert resting == stepping
+    assert (sum(whole.values()) > 0) == waits
+    engine = engine_of(stage=3, offload={"optimizer": "host"} | ({} if waits else {"gradients": "host"}))
+    backward(engine, 0)
+    engine.step()
+    assert (held(engine) > 0) == waits
