@@ -334,6 +334,7 @@ def sums_behind(reduce, on_device=False):
         found.append([piece.tolist() for piece in gradients.reduced.pieces()])
         assert arena.live("bucket") == 0
         gradients.reset()
+        assert arena.live("gradients") == 0
     return found
 
 
@@ -357,7 +358,7 @@ def test_a_step_that_is_dropped_beside_late_gradients_leaves_nothing(reduce):
     reduce_ones(gradients, 10)
     gradients.hold(0, torch.ones(2))
     gradients.reset()
-    assert arena.live("bucket") == 0
+    assert arena.live("bucket") == arena.live("gradients") == 0
     reduce_ones(gradients, 3)
     assert gradients.differs_on_copies
     gradients.sum_copies(1).wait()

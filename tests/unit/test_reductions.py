@@ -64,6 +64,12 @@ class Gradients:
         self._log.append(f"close {self._name}")
         self.state = State.SUMMED
 
+    def lend(self):
+        self._log.append(f"lend {self._name}")
+
+    def take_back(self):
+        self._log.append(f"take {self._name} back")
+
     def reset(self):
         self.state = State.EMPTY
         self.differs_on_copies = self.has_copies
@@ -445,9 +451,10 @@ def test_a_step_that_died_waits_for_no_sum_over_copies_before_the_next_backward(
     assert backwards.take("c b0 b1 a", final=True)[-2:] == ["sum c", "reduce a"]
     backwards.log.clear()
     backwards.reductions.reset()
-    assert backwards.log == []
+    assert backwards.log == ["join c", "join b", "join a", "join root", "lend c"]
+    backwards.log.clear()
     backwards.reductions.begin()
-    assert backwards.log == ["summed c"]
+    assert backwards.log == ["summed c", "take c back"]
 
 
 def test_a_failed_step_s_reductions_are_forgotten():

@@ -124,11 +124,11 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 def instants(model: ModelSpec, plan: ParallelPlan) -> list[tuple[str, dict[str, float]]]:
     """Return the bytes by category at each instant of a step, on the fullest rank; the last one is between two steps.
 
+    There are gradients then where states are off the device, whose updates are made behind the next forward.
     Raises ConfigError for what the engine refuses.
     """
     rank, _ = _fullest([_ranks(model, plan, stages) for stages in _stages(model, plan)])
-    rest = Peak("between two steps", *[0.0] * (len(Peak._fields) - 1))
-    return [(peak.instant, _parts(rank.base, peak)) for peak in (*rank.instants(), rest)]
+    return [(peak.instant, _parts(rank.base, peak)) for peak in (*rank.instants(), rank.rest)]
 
 
 def _parts(base: Mapping[str, float], peak: Peak) -> dict[str, float]:
@@ -490,6 +490,12 @@ class _Ranks:
                 yield self._part_of_whole(running, others, passed, at)
             yield self._end_of_whole(running, others, passed)
         yield self._holding.step
+
+    @property
+    def rest(self) -> Peak:
+        """Return the instant between two steps."""
+        gradients = self._holding.all if self.plan.offload.states else NO_GRADIENTS
+        return Peak("between two steps", 0.0, 0.0, 0.0, *NOTHING, *gradients)
 
     def _starts(self) -> dict[tuple[int, str, bool, tuple[bool, ...]], tuple[float, float, Start]]:
         """Return the backwards than whose beginnings none alike has more bytes, with these; and of them, passed on.

@@ -334,7 +334,7 @@ class RankOrderShard(GradientShard):
 
     def follow(self, plan: UnitPlan) -> None:
         super().follow(plan)
-        if not self._summed and self._late is None:  # otherwise the separate shard keeps its sum until `reset`
+        if not self._summed and self._late is None:  # otherwise the separate shard keeps its sum until `drain`
             self._move_to_local()
 
     def _move_to_local(self) -> None:
@@ -353,7 +353,10 @@ class RankOrderShard(GradientShard):
             self._arena.give_back("bucket", self._late)
         self._late, self._is_of_all = None, False
         self._summed = False
-        self._move_to_local()
+
+    def drain(self) -> None:
+        super().drain()
+        self._move_to_local()  # not in `reset`: a deferred update may still read the shard where it is
 
     @property
     def differs_on_copies(self) -> bool:

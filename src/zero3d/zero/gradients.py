@@ -137,15 +137,20 @@ class Gradients:
         Gradients that came after that are summed so once more, and added. Moves 2 (R-1)/R Psi/N elements per rank, over
         R copies, or what a narrow form of terms takes.
         """
+        self._provide()
         return self.reduced.sum_copies(step)
 
     def complete(self) -> None:
         """Complete the step's sum: nothing more comes."""
         self.finish()
-        if not self.is_there:  # of a unit that is trained since the step's last backward
+        self._provide()
+        self.reduced.complete()
+
+    def _provide(self) -> None:
+        """Have zeros as the sum of a unit that is trained since the step's last backward."""
+        if not self.is_there:
             self.reduced.provide()
             self.reduced.shard.zero_()
-        self.reduced.complete()
 
     @property
     def is_there(self) -> bool:
@@ -164,7 +169,7 @@ class Gradients:
             self._drain()
 
     def lend(self) -> Tensor:
-        """Return what is `owned`, with memory until `return_`: for an update that is made after the step."""
+        """Return what is `owned`, with memory until `take_back`: for an update that is made after the step."""
         self._lent = True
         return self.owned
 
@@ -174,7 +179,8 @@ class Gradients:
         self._drain()
 
     def _drain(self) -> None:
-        for each in self.memory:
+        self.reduced.drain()
+        for each in self.local.memory:
             each.drain()
 
     # --- the step -------------------------------------------------------------------------------

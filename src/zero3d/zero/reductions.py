@@ -305,10 +305,21 @@ class Reductions:
             with self._across.issue(unit.name):
                 summed.wait()
             self._across.join(unit.name)
+            if unit.gradients.state is State.EMPTY:  # of a step that died
+                unit.gradients.take_back()
 
     def reset(self) -> None:
-        """Forget the gradients of this step."""
+        """Forget the gradients of this step, whose memory goes where nothing is under way any more.
+
+        Of a backward that died compute has not waited for what side streams do. A sum over copies, which nobody waits
+        for here, has its memory until the next backward begins.
+        """
+        if self._in_flight:
+            for unit in self._order:
+                self._side.join(unit.name)
         self._in_flight.clear()
+        for unit, _ in self._over_copies:
+            unit.gradients.lend()
         self._forget()
         self.arrivals.reset()
         self._backwards = 0
