@@ -57,6 +57,9 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
 
 
+_Alike = dict[tuple[str, int, bool, tuple[bool, ...]], dict[tuple[Any, ...], None]]  # by kind, chunk, final and come
+
+
 def _alone(plan: ParallelPlan) -> Moment:
     """Return the fullest moment without a pipeline: a step's last backward."""
     return Moment(0, WHOLE, (1,), (0,), 0, final=True, come=(plan.accumulate > 1,))
@@ -173,7 +176,7 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     alive, waiting = [0] * len(turns), [0] * len(turns)
     left = dict.fromkeys(((kind, chunk) for kind in (WHOLE, INPUTS, WEIGHTS) for chunk in turns), count)
-    alike: dict[tuple[str, int, bool, tuple[bool, ...]], dict[tuple[Any, ...], None]] = {}
+    alike: _Alike = {}
     under_way = _under_way(schedule, pp, count, stage)
     for (kind, chunk, _), sent in zip(actions_of_rank(name, pp, count, stage), under_way, strict=True):
         turn = turns[chunk]
@@ -191,6 +194,18 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
         Moment(chunk, kind, in_flight, waits, sent, final, come)
         for (kind, chunk, final, come), found in alike.items()
         for in_flight, waits, sent in _fullest(list(found))
+        if all(come) or not _is_less(come, (*in_flight, *waits, sent), kind, chunk, final, alike)
+    )
+
+
+def _is_less(come: tuple[bool, ...], flat: tuple[int, ...], kind: str, chunk: int, final: bool, alike: _Alike) -> bool:
+    """Return whether there is a moment at which more gradients have come, and no less of anything else is there."""
+    return any(
+        (kind, chunk, final, come) != key
+        and key[:3] == (kind, chunk, final)
+        and _no_more(come, key[3])
+        and any(_no_more(flat, (*alive, *waits, sent)) for alive, waits, sent in others)
+        for key, others in alike.items()
     )
 
 
