@@ -380,8 +380,7 @@ def test_a_plan_of_one_micro_batch_has_gradients_that_have_come_by_each_instant(
 
 @pytest.mark.parametrize("options", [{"accumulate": 4}, {"accumulate": 4, "exact": True}])
 def test_a_plan_of_several_micro_batches_has_all_gradients_in_each_backward(options):
-    turns, whole, _, found = planned(dp=2, stage=2, **options)
-    assert turns == []
+    _, whole, _, found = planned(dp=2, stage=2, **options)
     assert [size - found[-1][1] for _, size in found[:-1]] == pytest.approx([sum(whole.values())] * (len(found) - 1))
 
 
