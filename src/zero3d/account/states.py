@@ -152,7 +152,7 @@ def gradient_bytes(unit: UnitPlan, layout: UnitLayout, reduced: bool = True) -> 
     reduced  the unit's reduction has begun: what it comes to has memory, too
     """
     rate = _gradients_per_parameter(unit, reduced)
-    return GradientBytes(float(rate * layout.numel), float(rate * layout.padding))
+    return GradientBytes(*(rate.numerator * many / rate.denominator for many in (layout.numel, layout.padding)))
 
 
 def unit_bytes(unit: UnitPlan, layout: UnitLayout, optimizer: OptimizerBytes) -> Held:

@@ -14,7 +14,7 @@ sent lives until something acknowledges it (pipeline/acknowledgements.py); in gp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, takewhile
 from operator import le, mul
@@ -38,7 +38,7 @@ class Moment(NamedTuple):
     waiting    of these, the others that wait for their W
     under_way  gradients that may be on their way to another rank
     final      it is the chunk's last of this kind: gradients of a step are reduced in it
-    come       by chunk: gradients of the step have come in an earlier backward
+    come       by chunk: gradients of the step have come in an earlier backward; of whole ones, in any chunk
     """
 
     chunk: int
@@ -57,7 +57,7 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
 
 
-_Alike = dict[tuple[str, int, bool, tuple[bool, ...]], dict[tuple[Any, ...], None]]  # by kind, chunk, final and come
+_Key = tuple[str, int, bool, tuple[bool, ...]]  # kind, chunk, final and come
 
 
 def _alone(plan: ParallelPlan) -> Moment:
@@ -176,37 +176,36 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     alive, waiting = [0] * len(turns), [0] * len(turns)
     left = dict.fromkeys(((kind, chunk) for kind in (WHOLE, INPUTS, WEIGHTS) for chunk in turns), count)
-    alike: _Alike = {}
+    alike: dict[_Key, dict[tuple[Any, ...], None]] = {}
     under_way = _under_way(schedule, pp, count, stage)
     for (kind, chunk, _), sent in zip(actions_of_rank(name, pp, count, stage), under_way, strict=True):
         turn = turns[chunk]
         if kind == "F":
             alive[turn] += 1
             continue
-        come = tuple([left[ends, each] < count for each in turns])
+        over = [left[ends, each] < count for each in turns]
+        come = tuple(over) if schedule.splits_backward else (any(over),) * len(over)
         left[kind, chunk] -= 1
         waiting[turn] -= kind == WEIGHTS
         final = left[kind, chunk] == 0
         alike.setdefault((kind, chunk, final, come), {})[tuple(alive), tuple(waiting), sent] = None
         waiting[turn] += kind == INPUTS
         alive[turn] -= kind == ends
+    fullest = {key: _fullest(list(found)) for key, found in alike.items()}
     return tuple(
         Moment(chunk, kind, in_flight, waits, sent, final, come)
-        for (kind, chunk, final, come), found in alike.items()
-        for in_flight, waits, sent in _fullest(list(found))
-        if all(come) or not _is_less(come, (*in_flight, *waits, sent), kind, chunk, final, alike)
+        for (kind, chunk, final, come), found in fullest.items()
+        for later in (_later(fullest, (kind, chunk, final, come)),)
+        for in_flight, waits, sent in found
+        if not any(_no_more((*in_flight, *waits, sent), (*alive, *w, s)) for each in later for alive, w, s in each)
     )
 
 
-def _is_less(come: tuple[bool, ...], flat: tuple[int, ...], kind: str, chunk: int, final: bool, alike: _Alike) -> bool:
-    """Return whether there is a moment at which more gradients have come, and no less of anything else is there."""
-    return any(
-        (kind, chunk, final, come) != key
-        and key[:3] == (kind, chunk, final)
-        and _no_more(come, key[3])
-        and any(_no_more(flat, (*alive, *waits, sent)) for alive, waits, sent in others)
-        for key, others in alike.items()
-    )
+def _later(fullest: Mapping[_Key, list[tuple[Any, ...]]], of: _Key) -> list[list[tuple[Any, ...]]]:
+    """Return the moments like these at which more gradients have come."""
+    if all(of[3]):
+        return []
+    return [each for key, each in fullest.items() if key != of and key[:3] == of[:3] and _no_more(of[3], key[3])]
 
 
 def _fullest(rivals: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -82,7 +82,8 @@ class Peak(NamedTuple):
     @property
     def total(self) -> float:
         """Return the sum of all of them."""
-        return sum(self[1:])
+        moving = self.passed + self.gathered + self.bucket + self.wire
+        return self.activations + self.temporary + moving + self.gradients + self.padding
 
 
 def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = None) -> Memory:
@@ -356,9 +357,12 @@ class _Activations:
         """
         if (turn, reduces, first) not in self._fullest:
             alive, most, footprints = self.alive[turn], (-inf, 0), self.footprints[turn]
-            alike = [(id(footprint), id(windows)) for footprint, windows in zip(footprints, moving.turns, strict=True)]
+            before, last = None, len(footprints) - 1
             for at, (footprint, windows) in enumerate(zip(footprints, moving.turns, strict=True)):
-                if not alike[at - 1 : at] == alike[at : at + 1] == alike[at + 1 : at + 2]:
+                here = id(footprint), id(windows)
+                new, before = here != before, here
+                ends = first and (at == last or here != (id(footprints[at + 1]), id(moving.turns[at + 1])))
+                if new or ends:
                     total = alive + footprint.again + max(footprint.transients) + sum(windows)
                     come = sum(moving.gradients[self.begins[turn][at]]) if first else 0.0
                     most = max(most, (total + come, -at))
@@ -367,11 +371,14 @@ class _Activations:
         return self._fullest[turn, reduces, first]
 
 
-def _begins(parts: Sequence[Part], length: int) -> list[int]:
+def _begins(parts: Sequence[Part], length: int) -> Sequence[int]:
     """Return the places of `_Activations.begins`, in the order of backwards. length: blocks of a segment."""
-    blocks = [place for place, part in enumerate(parts) if part.kind == "block"]
+    places = range(len(parts))
+    if length == 1:
+        return places
+    blocks = [place for place in places if parts[place].kind == "block"]
     last = {place: blocks[min(len(blocks), (number // length + 1) * length) - 1] for number, place in enumerate(blocks)}
-    return [len(parts) - 1 - last.get(place, place) for place in range(len(parts) - 1, -1, -1)]
+    return [len(parts) - 1 - last.get(place, place) for place in reversed(places)]
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ The order is that of the second micro-batch on: head, last block, .. first block
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,15 +41,23 @@ class Windows(NamedTuple):
 class Backward(NamedTuple):
     """Buffers of one model chunk's backward.
 
-    turns      in that of each of its parts, in the order of backwards
-    gradients  those of model states that have come by then in a step's first backward
-    all        those that a later one has throughout
+    turns  in that of each of its parts, in the order of backwards
+    chunk  says which gradients of model states there are: most plans' fullest instants are not in a first backward
     """
 
     turns: tuple[Windows, ...]
     end: Windows
-    gradients: tuple[GradientBytes, ...]
-    all: GradientBytes
+    chunk: _Chunk
+
+    @property
+    def gradients(self) -> Sequence[GradientBytes]:
+        """Return the gradients that have come by each turn's fullest instant in a step's first backward."""
+        return self.chunk.gradients[:-1]
+
+    @property
+    def all(self) -> GradientBytes:
+        """Return those that a later one has throughout."""
+        return self.chunk.gradients[-1]
 
 
 def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
@@ -90,9 +98,14 @@ class _Chunk:
             if near not in made:
                 made[near] = self._turn(at)
             turns.append(made[near])
+        return Backward(tuple(turns), self._end(), self)
+
+    @cached_property
+    def gradients(self) -> list[GradientBytes]:
+        """Gradients of model states at each turn of a step's first backward, then all of the chunk's."""
         late = (self._of_unit(unit, reduced=True) for unit in self.late if unit.trainable)
-        *gradients, early = self._gradients()
-        return Backward(tuple(turns), self._end(), tuple(gradients), sum(late, early))
+        *turns, early = self._gradients()
+        return [*turns, sum(late, early)]
 
     def _gradients(self) -> Iterator[GradientBytes]:
         """Yield the gradients that have come by each turn's fullest instant in a step's first backward, then of all.
