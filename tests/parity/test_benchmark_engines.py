@@ -10,7 +10,9 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import engines
 import peers
+import report
 from llama import build_llama
 from memory import Gauge, points_of
 from model import Shape, add_adapters, batch
@@ -74,6 +76,36 @@ def test_memory_over_a_step_is_looked_at_at_the_same_points_of_each_engine(ranks
     layers = 1 + 2 * 9 + 2  # embedding; norms, matrices of each block; norm, head
     assert ends == {"forward": 2 * layers, "backward": 3 * layers + 1, "update": 3 * layers + 2}
     assert len(peaks) == ends["update"]
+
+
+@pytest.mark.parametrize(("ranks", "count", "limits"), [
+    (2, 1, {"peak of a step": 0.97, "at rest": 1.0, "process memory": 0.95}),
+    (2, 4, {"peak of a step": 1.0, "at rest": 1.0, "process memory": 0.95}),
+    (1, 1, {"peak of a step": 1.0, "at rest": 1.0, "process memory": 1.0}),
+])  # fmt: skip
+def test_memory_is_judged_by_its_ratio_to_fsdp2s(ranks, count, limits):
+    variants = {
+        "zero3d-3": {"memory": {"step": 98, "held": 50, "process": 96}},
+        "fsdp2-reshard": {"memory": {"step": 100, "held": 40, "process": 100}},
+    }
+    rows = {row["kind"]: row for row in report.compare(ranks, "bf16", variants, count)}
+    assert {kind: row["limit"] for kind, row in rows.items()} == limits
+    ratios = {"peak of a step": 0.98, "at rest": 1.25, "process memory": 0.96}
+    assert {kind: row["ratio"] for kind, row in rows.items()} == ratios
+    assert {kind: row["met"] for kind, row in rows.items()} == {kind: ratios[kind] <= limits[kind] for kind in limits}
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    ("--accumulate 2", "for zero3d and fsdp2, not for ddp: pass --engines zero3d,fsdp2"),
+    ("--recompute --engines plain", "not for plain"),
+    ("--lora 8 --engines zero3d,plain", "not for plain"),
+    ("--lora -1", "--lora -1 is negative: 0 leaves adapters out"),
+    ("--rounds 0 --memory-steps 0", "measures nothing"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_refused(words, why, capsys):
+    with pytest.raises(SystemExit):
+        engines.parse(words.split())
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.long
