@@ -126,8 +126,11 @@ class LowRank(nn.Module):
         return out
 
 
-def add_adapters(model: M, rank: int) -> M:
-    """Freeze a model and put adapters of this rank on all linear layers of its blocks; rank 0: leave it as it is."""
+def add_adapters(model: M, rank: int, dtype: torch.dtype = torch.bfloat16) -> M:
+    """Put fp32 adapters of this rank on all linear layers of the blocks of a model, and freeze the rest in `dtype`.
+
+    rank 0 leaves the model as it is.
+    """
     if not rank:
         return model
     model.requires_grad_(False)
@@ -135,7 +138,11 @@ def add_adapters(model: M, rank: int) -> M:
         linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, linear in linears:
             block.set_submodule(name, LowRank(linear, rank))
-    return rounded(model)
+    rounded(model)
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(dtype)
+    return model
 
 
 def batch(seed: int, size: int, length: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Everywhere: bf16 weights in forward and backward over fp32 masters (fp32: the weights are the
 masters), gradients that travel in the reduce dtype, their global norm clipped at 1.0, fused
 AdamW with lr 3e-4. Gradients are dropped at the end of a step, so that what is held between
-steps is model states and nothing else. Frozen weights (LoRA's base) are in bf16 alone. zero3d and
+steps is model states and nothing else. Frozen weights (LoRA's base) come in bf16. zero3d and
 FSDP2 also take a step's batch in several micro-batches, each of which they reduce at once, and
 recompute blocks in backward: zero3d by its own `recompute`, FSDP2 by torch's `checkpoint_wrapper`.
 
@@ -52,7 +52,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Setting:
-    """What all variants share; `build` makes the fp32 model, equal on every call and rank.
+    """What all variants share; `build` makes the model, equal on every call and rank: fp32, but what is frozen.
 
     accumulate   micro-batches of a step, equal parts of its batch     zero3d and FSDP2 alone
     recompute    blocks keep their inputs alone                        likewise
@@ -172,9 +172,6 @@ class Fsdp2(Accumulated):
 
     def __init__(self, setting: Setting, reshard: bool) -> None:
         self.module, self.accumulate = setting.build().to(setting.device), setting.accumulate
-        for p in self.module.parameters():
-            if not p.requires_grad:
-                p.data = p.data.to(setting.dtype)
         if setting.recompute:
             blocks = set(find_blocks(self.module).values())
             apply_activation_checkpointing(self.module, check_fn=blocks.__contains__)

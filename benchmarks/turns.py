@@ -20,7 +20,7 @@ from crews import Crew, crew
 from llama import build_llama
 from memory import Data
 from model import Shape, add_adapters, batch, build_gpt
-from peers import Setting, build_variant
+from peers import DTYPES, Setting, build_variant
 from ranks import Start, synchronize
 from torch import nn
 
@@ -95,7 +95,7 @@ def prepare(device: torch.device, arguments: argparse.Namespace) -> tuple[Settin
 
 def build(arguments: argparse.Namespace) -> nn.Module:
     """The model of a run, with its adapters."""
-    return add_adapters(FAMILIES[arguments.family](arguments.model), arguments.lora)
+    return add_adapters(FAMILIES[arguments.family](arguments.model), arguments.lora, DTYPES[arguments.precision])
 
 
 def turn_order(count: int, turn: int) -> list[int]:

@@ -32,7 +32,10 @@ def fast(params):
 
 
 def trained(case):
-    """Losses of steps by each engine, and of those with all of a batch at once and all kept; dtypes of what is frozen."""
+    """Losses of steps by each engine, and of those with all of a batch at once and all kept.
+
+    Also the dtypes of FSDP2's frozen parameters, and what zero3d's engine counts.
+    """
     peers.shared_mesh.cache_clear()  # of an earlier case's ranks
     build = lambda: add_adapters(build_llama(SHAPE), 4 if case == "adapters" else 0)  # noqa: E731
     once = Setting(build, torch.device("cpu"))
@@ -44,17 +47,20 @@ def trained(case):
         found[name] = [float(variant.step(*tokens())) for _ in range(5)]
         if name == "fsdp2-reshard":
             frozen = {p.dtype for p in variant.module.parameters() if not p.requires_grad}
-    return found, frozen
+        else:
+            counted = {entry.category for entry in variant.engine.memory}
+    return found, frozen, counted
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_zero3d_and_fsdp2_take_the_same_steps(ranks, case):
-    for found, frozen in ranks(2, trained, case):
+    for found, frozen, counted in ranks(2, trained, case):
         once = found.pop("zero3d-0")
         assert once[-1] < once[0] - 0.2
         for losses in found.values():
             assert losses == pytest.approx(once, abs=0.05)
         assert frozen == ({torch.bfloat16} if case == "adapters" else set())
+        assert "frozen originals" not in counted  # which hold an fp32 base
 
 
 def looked_at():
