@@ -128,6 +128,23 @@ def engine_steps(name: str) -> str:
     return table(head, rows)
 
 
+def engines_memory() -> str:
+    """Memory of stage 3 beside FSDP2's, by ranks, micro-batches and what is kept or trained."""
+    rows = []
+    for run in results("engines-memory"):
+        a = run["arguments"]
+        how = "recomputation" if a["recompute"] else f"LoRA, rank {a['lora']}" if a["lora"] else "all trained"
+        row = [how, f"{a['ranks']}", f"{a['accumulate']}"]
+        ours, peer = (run["variants"][name]["memory"] for name in ("zero3d-3", "fsdp2-reshard"))
+        judged = {target["kind"]: target for target in run["ratios"]}
+        for kind, key in MEMORY.items():
+            ratio, limit = judged[kind]["ratio"], judged[kind]["limit"]
+            row.append(f"{ours[key] / MIB:,.0f} for {peer[key] / MIB:,.0f} MiB: {ratio:.2f}x")
+            row.append(f"{limit:.2f}x: {verdict([ratio], limit)}")
+        rows.append(row)
+    return table(["", "ranks", "micro-batches", *(cell for kind in MEMORY for cell in (kind, "target"))], rows)
+
+
 # --- pipeline.py, mesh.py -----------------------------------------------------------------------
 
 
@@ -513,6 +530,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "plans-by-profile-target": plans_by_profile_target,
     "engines-targets": lambda: targets("engines"),
     "engines-steps": lambda: engine_steps("engines"),
+    "engines-memory": engines_memory,
     "one-rank-targets": lambda: targets("engines-one-rank"),
     "exact-targets": lambda: targets("engines-exact"),
     "deepspeed-targets": lambda: targets("deepspeed"),
