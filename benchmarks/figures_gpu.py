@@ -73,18 +73,19 @@ def outcomes() -> str:
 
 
 def speed() -> str:
-    """Return tokens/s of each way to train, in turns in one process, by tokens of a step."""
+    """Return tokens/s and memory of each way to train, in turns in one process, by tokens of a step."""
     rows = []
     for name, setting in TURNS.items():
         found = parts()[name]["ran"]
-        peer = found["fsdp2-reshard"]["tokens_per_s"]
+        peer = found["fsdp2-reshard"]
         for way, called in CALLED.items():
             ran = found[way]
             rate = ran["tokens_per_s"]
-            rows.append(
-                [setting, called, f"{rate:,.0f}", f"{rate / peer:.3f}x", f"{ran['mfu']:.1%}", f"{ran['peak_gib']:.1f}"]
-            )
-    return table(["a step", "", "tokens/s", "of FSDP2", "MFU", "peak GiB"], rows)
+            told = f"{rate:,.0f}", f"{rate / peer['tokens_per_s']:.3f}x", f"{ran['mfu']:.1%}"
+            peaks = [f"{ran[key]:.1f} ({ran[key] / peer[key]:.2f}x)" for key in ("peak_gib", "peak_reserved_gib")]
+            rows.append([setting, called, *told, *peaks])
+    head = ["a step", "", "tokens/s", "of FSDP2", "MFU", "GiB allocated (of FSDP2)", "GiB reserved (of FSDP2)"]
+    return table(head, rows)
 
 
 def products() -> str:

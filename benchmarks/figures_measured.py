@@ -26,12 +26,14 @@ import qlora
 import sequence
 import stream
 from recorded import load
+from report import MEMORY
 
 MIB = 2**20
 EXPERTS = {"dp": "plain dp, stage 3", "ep-exact": "ep, sources apart", "ep-fast": "ep, one product",
            "transformers": "transformers' ep over FSDP2", "own forward": "no ep"}  # fmt: skip
 NAMES = {"ddp": "DDP", "fsdp2-noreshard": "FSDP2, no reshard", "fsdp2-reshard": "FSDP2, reshard",
          "plain": "no communication at all"}  # fmt: skip
+PEERS = {"zero3d-3": "fsdp2-reshard", "zero3d-2": "fsdp2-noreshard"}  # of stages, FSDP2's way to do the same
 
 
 def results(name: str) -> list[Any]:
@@ -109,17 +111,38 @@ def _shape(run: Mapping[str, Any]) -> str:
 
 
 def engine_steps(name: str) -> str:
-    """Median seconds of a step by variant, in every run, and process memory where it was measured."""
+    """Median seconds of a step by variant, in every run, and memory where it was measured, in brackets over FSDP2's."""
     groups = _alike(results(name))
     with_memory = [run for group in groups for run in group if any("memory" in v for v in run["variants"].values())]
-    head = ["", *(f"median step, s: {_shape(group[0])}" for group in groups), *(["process memory"] * bool(with_memory))]
+    head = ["", *(f"median step, s: {_shape(group[0])}" for group in groups), *(MEMORY if with_memory else ())]
     rows = []
     for variant in groups[0][0]["variants"]:
         row = [called(variant), *(seconds([run["variants"][variant]["median"] for run in group]) for group in groups)]
         if with_memory:
-            row.append(f"{with_memory[0]['variants'][variant]['memory']['process'] / MIB:,.0f} MiB")
+            measured = with_memory[0]["variants"]
+            own, peer = measured[variant]["memory"], measured.get(PEERS.get(variant, ""))
+            for key in MEMORY.values():
+                of_peer = f" ({own[key] / peer['memory'][key]:.2f}x)" if peer else ""
+                row.append(f"{own[key] / MIB:,.0f} MiB{of_peer}")
         rows.append(row)
     return table(head, rows)
+
+
+def engines_memory() -> str:
+    """Memory of stage 3 beside FSDP2's, by ranks, micro-batches and what is kept or trained."""
+    rows = []
+    for run in results("engines-memory"):
+        a = run["arguments"]
+        how = "recomputation" if a["recompute"] else f"LoRA, rank {a['lora']}" if a["lora"] else "all trained"
+        row = [how, f"{a['ranks']}", f"{a['accumulate']}"]
+        ours, peer = (run["variants"][name]["memory"] for name in ("zero3d-3", "fsdp2-reshard"))
+        judged = {target["kind"]: target for target in run["ratios"]}
+        for kind, key in MEMORY.items():
+            ratio, limit = judged[kind]["ratio"], judged[kind]["limit"]
+            row.append(f"{ours[key] / MIB:,.0f} for {peer[key] / MIB:,.0f} MiB: {ratio:.2f}x")
+            row.append(f"{limit:.2f}x: {verdict([ratio], limit)}")
+        rows.append(row)
+    return table(["", "ranks", "micro-batches", *(cell for kind in MEMORY for cell in (kind, "target"))], rows)
 
 
 # --- pipeline.py, mesh.py -----------------------------------------------------------------------
@@ -507,6 +530,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "plans-by-profile-target": plans_by_profile_target,
     "engines-targets": lambda: targets("engines"),
     "engines-steps": lambda: engine_steps("engines"),
+    "engines-memory": engines_memory,
     "one-rank-targets": lambda: targets("engines-one-rank"),
     "exact-targets": lambda: targets("engines-exact"),
     "deepspeed-targets": lambda: targets("deepspeed"),

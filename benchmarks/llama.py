@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from model import batch
+from model import HEAD_SIZE, Shape, batch, rounded
 from peers import Variant
 from ranks import synchronize
 from torch import Tensor, nn
@@ -37,12 +37,12 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200
 
 
 class Llama(nn.Module):
-    """A Llama whose call returns the mean loss: Hugging Face's, or without transformers one of the same shape."""
+    """A Llama whose call returns the mean loss: Hugging Face's; one of the same shape, bare or without transformers."""
 
-    def __init__(self, shape: dict[str, Any]) -> None:
+    def __init__(self, shape: dict[str, Any], bare: bool = False) -> None:
         super().__init__()
         self.inner: nn.Module
-        if find_spec("transformers") is None:
+        if bare or find_spec("transformers") is None:
             self.inner = Bare(shape)
             return
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -110,6 +110,21 @@ class Bare(nn.Module):
             x = layer(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+def build_llama(shape: Shape) -> Llama:
+    """The same fp32 weights wherever it is called, as `build_gpt` makes them; an MLP is four times as wide."""
+    torch.manual_seed(0)
+    heads = shape.d // HEAD_SIZE
+    sizes = {
+        "hidden_size": shape.d,
+        "intermediate_size": 4 * shape.d,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": shape.vocab,
+    }
+    return rounded(Llama(sizes, bare=True))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

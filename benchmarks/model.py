@@ -1,4 +1,4 @@
-"""The model and the data of the benchmarks: a plain PyTorch GPT on seeded tokens.
+"""The model and the data of the benchmarks: a plain PyTorch GPT on seeded tokens, and adapters on it.
 
     tokens [B, T] -> embedding -> blocks (pre-norm attention, MLP 4x GELU) -> norm -> untied head -> loss
 
@@ -11,12 +11,16 @@ engines can disagree.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero3d.models.blocks import find_blocks
+
 HEAD_SIZE = 64
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,49 @@ def build_gpt(shape: Shape) -> GPT:
     Each is a bf16 number, so that masters are the same whether they are made before or after the cast.
     """
     torch.manual_seed(0)
-    model = GPT(shape)
+    return rounded(GPT(shape))
+
+
+def rounded(model: M) -> M:
+    """The model with every weight rounded to a bf16 number, in fp32."""
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()
+    return model
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and what is trained beside it (Hu et al., "LoRA", 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.normal_(self.a.weight, std=0.02)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        out: Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+def add_adapters(model: M, rank: int, dtype: torch.dtype = torch.bfloat16) -> M:
+    """Put fp32 adapters of this rank on all linear layers of the blocks of a model, and freeze the rest in `dtype`.
+
+    rank 0 leaves the model as it is.
+    """
+    if not rank:
+        return model
+    model.requires_grad_(False)
+    for block in find_blocks(model).values():
+        linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        for name, linear in linears:
+            block.set_submodule(name, LowRank(linear, rank))
+    rounded(model)
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(dtype)
     return model
 
 

@@ -65,7 +65,7 @@ class Fsdp2Muon(Fsdp2):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, reshard=True)
-        named = dict(self.model.named_parameters())
+        named = dict(self.module.named_parameters())
         self.matrices = {name: p for name, p in named.items() if is_matrix(name, p)}
         self.whole = {
             name: [nn.Parameter(part.detach().clone()) for part in parts(name, p.full_tensor())]  # type: ignore[attr-defined]
@@ -77,10 +77,8 @@ class Fsdp2Muon(Fsdp2):
         rest = [p for name, p in named.items() if name not in self.matrices]
         self.adamw = torch.optim.AdamW(rest, lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
 
-    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.model(ids, targets)
-        loss.backward()
-        clip_grad_norm_(self.model.parameters(), CLIP)
+    def update(self) -> None:
+        clip_grad_norm_(self.module.parameters(), CLIP)
         for name, p in self.matrices.items():
             grad: Any = p.grad
             for own, part in zip(self.whole[name], parts(name, grad.full_tensor()), strict=True):
@@ -93,9 +91,8 @@ class Fsdp2Muon(Fsdp2):
                 joined = torch.cat([own.detach() for own in self.whole[name]])
                 shard = distribute_tensor(joined, sharded.device_mesh, sharded.placements, src_data_rank=None)
                 sharded.to_local().copy_(shard.to_local())
-        for p in self.model.parameters():
+        for p in self.module.parameters():
             p.grad = None
-        return loss.detach()
 
 
 def is_matrix(name: str, p: Tensor) -> bool:

@@ -3,7 +3,9 @@
 Everywhere: bf16 weights in forward and backward over fp32 masters (fp32: the weights are the
 masters), gradients that travel in the reduce dtype, their global norm clipped at 1.0, fused
 AdamW with lr 3e-4. Gradients are dropped at the end of a step, so that what is held between
-steps is model states and nothing else.
+steps is model states and nothing else. Frozen weights (LoRA's base) come in bf16. zero3d and
+FSDP2 also take a step's batch in several micro-batches, each of which they reduce at once, and
+recompute blocks in backward: zero3d by its own `recompute`, FSDP2 by torch's `checkpoint_wrapper`.
 
     zero3d-S         zero3d.Engine at stage S
     zero3d-exact-S   the same with exact=True
@@ -33,6 +35,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +43,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from zero3d import Engine, Mesh
-from zero3d.models.blocks import find_owners
+from zero3d.activations.recomputation import recompute
+from zero3d.models.blocks import find_blocks, find_owners
 
 CLIP = 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -48,12 +52,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Setting:
-    """What all variants share; `build` makes the fp32 model, equal on every call and rank."""
+    """What all variants share; `build` makes the model, equal on every call and rank: fp32, but what is frozen.
+
+    accumulate   micro-batches of a step, equal parts of its batch     zero3d and FSDP2 alone
+    recompute    blocks keep their inputs alone                        likewise
+    """
 
     build: Callable[[], nn.Module]
     device: torch.device
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
+    accumulate: int = 1
+    recompute: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,6 +80,32 @@ class Variant(Protocol):
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
         """This rank's loss, without update."""
         ...
+
+
+class Accumulated:
+    """A step in micro-batches: `accumulate` of `_add`, then `update`."""
+
+    accumulate = 1
+    module: nn.Module
+
+    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
+        loss = self.gradients(ids, targets)
+        self.update()
+        return loss
+
+    def gradients(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of a step; this rank's loss."""
+        parts = zip(ids.chunk(self.accumulate), targets.chunk(self.accumulate), strict=True)
+        losses = [self._add(*part) for part in parts]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _add(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of a micro-batch; its loss."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Clip, update, drop gradients."""
+        raise NotImplementedError
 
 
 def adamw(params: Iterable[Any]) -> AdamW:
@@ -96,27 +132,33 @@ def shared_mesh(device: torch.device) -> Mesh:
     return Mesh(device=device)
 
 
-class Zero3d:
+class Zero3d(Accumulated):
     """zero3d's engine."""
 
     def __init__(self, setting: Setting, stage: int, exact: bool = False, linear: str | None = None) -> None:
+        model, self.accumulate = setting.build(), setting.accumulate
+        recompute(model, "full" if setting.recompute else "none")
         self.engine = Engine(
-            setting.build(),
+            model,
             stage=stage,
             mesh=shared_mesh(setting.device),
             precision=setting.precision,
             reduce_dtype=setting.reduce_dtype,
             clip_norm=CLIP,
             optimizer=adamw,
+            accumulate=setting.accumulate,
             exact=exact,
             linear=linear,
         )
+        self.module = self.engine.module
 
-    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def _add(self, ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.engine(ids, targets)
         self.engine.backward(loss)
-        self.engine.step()
         return loss.detach()
+
+    def update(self) -> None:
+        self.engine.step()
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -125,32 +167,37 @@ class Zero3d:
         return loss
 
 
-class Fsdp2:
+class Fsdp2(Accumulated):
     """torch's fully_shard, unit by unit as zero3d has them."""
 
     def __init__(self, setting: Setting, reshard: bool) -> None:
-        self.model = setting.build().to(setting.device)
+        self.module, self.accumulate = setting.build().to(setting.device), setting.accumulate
+        if setting.recompute:
+            blocks = set(find_blocks(self.module).values())
+            apply_activation_checkpointing(self.module, check_fn=blocks.__contains__)
         low = setting.precision != "fp32"
         policy = MixedPrecisionPolicy(
             param_dtype=setting.dtype if low else None, reduce_dtype=DTYPES[setting.reduce_dtype] if low else None
         )
         mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
-        for module in find_owners(self.model, None).values():
+        for module in find_owners(self.module, None).values():
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
-        self.optimizer = adamw(self.model.parameters())
+        fully_shard(self.module, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
+        self.optimizer = adamw(p for p in self.module.parameters() if p.requires_grad)
 
-    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.model(ids, targets)
-        loss.backward()
-        clip_grad_norm_(self.model.parameters(), CLIP)
+    def _add(self, ids: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.module(ids, targets)
+        (loss / self.accumulate).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        clip_grad_norm_(self.module.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.model(ids, targets)
+        loss: Tensor = self.module(ids, targets)
         return loss
 
 

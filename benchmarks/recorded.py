@@ -65,6 +65,16 @@ def trains(*words: str) -> tuple[str, ...]:
 
 _MESHES = "train.batch=32 zero.stage=3 precision=fp32 train.steps=20"
 _ENGINES = "python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --json OUT"
+_MEMORY = (
+    "python benchmarks/engines.py --engines zero3d,fsdp2 --stages 3 --rounds 0 --family llama --micro-batch 2 --seq 64 "
+    "--model layers=10,d=512,vocab=16384 --json OUT"
+)
+_MEMORY_RUNS = [
+    f"--ranks {ranks} --accumulate {count}{kept}"
+    for ranks in (2, 1)
+    for count in (1, 4)
+    for kept in ("", " --recompute", " --lora 8")
+]
 _DEEPSPEED = "python benchmarks/engines.py --engines zero3d,deepspeed,plain --memory-steps 0 --json OUT"
 _LAUNCHES = (
     *(f"python benchmarks/instruments/dispatches.py --dp {dp} --json OUT" for dp in (8, 1)),
@@ -148,6 +158,11 @@ RECIPES = {
         Recipe("launches", _LAUNCHES, timed=False, repeats=True),
         Recipe("launches-before", _LAUNCHES, timed=False, source="cff2239dfe"),
         Recipe("engines", (_ENGINES, *2 * (f"{_ENGINES} --memory-steps 0",))),
+        Recipe(
+            "engines-memory",
+            (f"{_MEMORY} {_MEMORY_RUNS[0]} --timeline", *(f"{_MEMORY} {words}" for words in _MEMORY_RUNS[1:])),
+            timed=False,
+        ),
         Recipe(
             "engines-one-rank",
             ("python benchmarks/engines.py --engines zero3d,plain --ranks 1 --memory-steps 0 --json OUT",),

@@ -32,6 +32,7 @@ from figures_gpu import GPU
 from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
 from figures_versions import DOCTORS, VERSIONS, doctors
+from memory_picture import draw_memory
 from planner_accuracy import as_text
 from recorded import RECIPES, RESULTS, ROOT, load, record
 from stage_picture import draw_stages
@@ -42,6 +43,7 @@ STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
 CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
 STAGES = ROOT / "docs" / "stages.png"
+MEMORY, STEP = RESULTS / "engines-memory.json", ROOT / "docs" / "memory-of-a-step.png"
 TABLES = (
     EXACT
     | MEASURED
@@ -98,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         DOCTORS.write_text(doctors())
         draw(CURVES, PICTURE)
         draw_stages(STAGES)
+        draw_memory(MEMORY, STEP)
     return bool(failed)
 
 

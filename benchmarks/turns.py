@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from statistics import fmean, median
@@ -16,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from crews import Crew, crew
+from llama import build_llama
 from memory import Data
-from model import batch, build_gpt
-from peers import Setting, build_variant
+from model import Shape, add_adapters, batch, build_gpt
+from peers import DTYPES, Setting, build_variant
 from ranks import Start, synchronize
+from torch import nn
 
 WARM_UP = 2
+FAMILIES: dict[str, Callable[[Shape], nn.Module]] = {"gpt": build_gpt, "llama": build_llama}
 
 
 class Timed:
@@ -79,13 +83,19 @@ def share_processes(names: list[str]) -> list[list[str]]:
 
 def prepare(device: torch.device, arguments: argparse.Namespace) -> tuple[Setting, Data]:
     """What every variant is built from, and the batch of each step on this rank."""
-    setting = Setting(partial(build_gpt, arguments.model), device, arguments.precision, arguments.reduce_dtype)
+    a = arguments
+    setting = Setting(partial(build, a), device, a.precision, a.reduce_dtype, a.accumulate, a.recompute)
 
     def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         seed = step * dist.get_world_size() + dist.get_rank()
-        return batch(seed, arguments.micro_batch, arguments.seq, arguments.model.vocab, device)
+        return batch(seed, a.accumulate * a.micro_batch, a.seq, a.model.vocab, device)
 
     return setting, data
+
+
+def build(arguments: argparse.Namespace) -> nn.Module:
+    """The model of a run, with its adapters."""
+    return add_adapters(FAMILIES[arguments.family](arguments.model), arguments.lora, DTYPES[arguments.precision])
 
 
 def turn_order(count: int, turn: int) -> list[int]:

@@ -58,6 +58,14 @@ def turns(place: Place, account: Account) -> None:
         account.goal(f"{what}: tokens/s / FSDP2", 1.0, ratio)
         if compiled and best[variant].get("mfu") is not None:
             account.goal(f"{what}: MFU", 0.45, best[variant]["mfu"])
+        for kind, ratio in memory_ratios(best[variant], peer).items():
+            account.goal(f"{what}: {kind} / FSDP2", 1.0, ratio, most=True)
+
+
+def memory_ratios(row: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
+    """Return the peaks of a way to train over another's; nothing where there is no card to ask."""
+    keys = {"allocated": "peak_gib", "reserved": "peak_reserved_gib"}
+    return {kind: row[key] / peer[key] for kind, key in keys.items() if key in row}
 
 
 def order_of(rounds: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
+import memory_picture  # noqa: E402
 import tables  # noqa: E402
 from demo_curves import digest  # noqa: E402
 from figures_exact import first_plans  # noqa: E402
@@ -42,6 +43,16 @@ def test_what_stands_between_marks_is_what_the_script_writes(path):
 def test_the_picture_of_the_demos_losses_is_drawn_of_its_results():
     said = digest(tables.CURVES.read_bytes()).encode()
     assert said in tables.PICTURE.read_bytes(), "type: python benchmarks/tables.py --write"
+
+
+def test_the_picture_of_memory_over_a_step_is_drawn_of_its_results():
+    assert digest(tables.MEMORY.read_bytes()).encode() in tables.STEP.read_bytes(), (
+        "type: python benchmarks/tables.py --write"
+    )
+    ours, peer = (memory_picture.shown(tables.MEMORY)["variants"][way]["memory"] for way in memory_picture.WAYS)
+    assert ours["timeline"]["ends"] == peer["timeline"]["ends"]
+    points = ours["timeline"]["ends"]["update"]
+    assert len(memory_picture.edges(points)) == len(memory_picture.heights(ours)) + 1 == points + 2
 
 
 def test_the_picture_of_stages_is_drawn_of_the_formulas():

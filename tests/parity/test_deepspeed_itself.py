@@ -53,7 +53,7 @@ def theirs(tree, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (folder / "port").write_text(str(free.getsockname()[1]))
-    command = [sys.executable, str(TESTS / "deepspeed_peer.py")]
+    command = [sys.executable, str(TESTS / "deepspeed_rank.py")]
     peers = [
         subprocess.Popen([*command, str(rank), "2", str(folder)], cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for rank in range(2)

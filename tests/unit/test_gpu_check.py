@@ -420,6 +420,13 @@ def test_without_transformers_the_llama_is_one_of_the_same_shape(monkeypatch):
     assert torch.equal(model.inner(ids)[:, :9], model.inner(later)[:, :9])  # nobody looks ahead
 
 
+def test_peaks_of_a_way_to_train_are_said_over_fsdp2s_where_there_is_a_card():
+    peer = {"tokens_per_s": 1.0, "peak_gib": 20.0, "peak_reserved_gib": 40.0}
+    row = {"tokens_per_s": 1.0, "peak_gib": 22.0, "peak_reserved_gib": 38.0}
+    assert turns.memory_ratios(row, peer) == {"allocated": 1.1, "reserved": 0.95}
+    assert turns.memory_ratios({"tokens_per_s": 1.0}, {"tokens_per_s": 1.0}) == {}
+
+
 def test_turns_go_forth_and_back():
     assert list(turns.order_of(2)) == [*speed.VARIANTS, *reversed(speed.VARIANTS)]
 

@@ -1,4 +1,4 @@
-"""One rank of DeepSpeed's own engine: `python deepspeed_peer.py RANK WORLD FOLDER`, which has ds.json; writes losses, saves in the middle."""
+"""One rank of DeepSpeed's own engine: `python deepspeed_rank.py RANK WORLD FOLDER`, which has ds.json; writes losses, saves in the middle."""
 
 import json
 import os
