@@ -11,6 +11,10 @@
     optimizer step                            none                                               casts, or a bucket,
                                                                                                  or sums over copies
     the end of it, records off the device     none                                               one record's scratch
+    between two steps                         none                                               none
+
+Gradients of model states are there in full from a step's second backward to its end; in the first, those of the units
+that it has come to (`windows.Backward.gradients`). Between two steps there are none, or all where updates are deferred.
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
 activations come from `ModelSpec`'s operations (traced, or closed forms); all else from the engine's own arithmetic.

@@ -68,7 +68,7 @@ class States(NamedTuple):
 
     @property
     def total(self) -> Fraction:
-        """Return all that the arena holds on the device for the engine's life."""
+        """Return all that the arena holds on the device of model states when gradients are there."""
         return self.device.total
 
 
