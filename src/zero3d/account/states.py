@@ -15,8 +15,9 @@ Per trainable parameter, of four widths in bytes:
 
 With `reduce: every_step` stages 2 and 3 have stage 1's gradients, with `release: every_step` stage 3 has stage 2's
 parameters. A frozen parameter has a weight only. A second shard of gathered weights (zero.second_shard) is w/RANKS more
-of parameters at stage 3, in blocks of 8 bits (1 + 4/256)/RANKS. Gradients are there from their first use in a step to the
-unit's update, all of them at the end of a step's last backward; else where they wait on the host. An element of padding costs what a parameter does.
+of parameters at stage 3, in blocks of 8 bits (1 + 4/256)/RANKS. An element of padding costs what a parameter does.
+Gradients on the device are there from their first use in a step to the unit's update: all of them at the end of a
+step's last backward.
 Source of the paper's figures: Rajbhandari et al., "ZeRO" (2020), section 5 and figure 1.
 """
 
