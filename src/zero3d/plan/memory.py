@@ -331,18 +331,24 @@ class _Activations:
     footprints  of its parts, in the order of backwards
     kept        bytes from a micro-batch's forward to its backward, in the order of forwards
     alive       the same, added up in the order of backwards
-    begins      of each part, the place of the one with which the backward of its recomputed segment begins: what has
-                been recomputed is all there then, and gradients of its other blocks are not
     """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
-        by_part, chunks = footprints(model, plan), chunks_of_rank(model, plan, stage).values()
-        self._forwards = [[by_part[part] for part in parts] for parts in chunks]
-        self.begins = [_begins(parts, Policy.of(plan.activations).every or 1) for parts in chunks]
+        self._plan, by_part = plan, footprints(model, plan)
+        self._parts = list(chunks_of_rank(model, plan, stage).values())
+        self._forwards = [[by_part[part] for part in parts] for parts in self._parts]
         self.footprints = [footprints[::-1] for footprints in self._forwards]
         self.kept = [sum([each.kept for each in footprints]) for footprints in self._forwards]
         self.alive = [sum([each.kept for each in footprints]) for footprints in self.footprints]
         self._fullest: dict[tuple[int, bool, bool], int] = {}
+
+    @cached_property
+    def begins(self) -> list[Sequence[int]]:
+        """Return, of each part, the place of the one with which the backward of its recomputed segment begins.
+
+        What has been recomputed is all there then, and gradients of its other blocks are not.
+        """
+        return [_begins(parts, Policy.of(self._plan.activations).every or 1) for parts in self._parts]
 
     @cached_property
     def between(self) -> list[float]:
@@ -599,11 +605,10 @@ class _Ranks:
         for footprint in footprints[:at]:
             alive -= footprint.kept
         part = self._parts(running)[-1 - at]
-        come = self._gradients(running, moving.gradients[activations.begins[running.turn][at]])
-        return _backward(part, footprints[at], alive, passed, moving.turns[at], come)
+        return _backward(part, footprints[at], alive, passed, moving.turns[at], self._gradients(running, at))
 
-    def _gradients(self, running: _Running, own: GradientBytes) -> GradientBytes:
-        """Return the gradients of model states in a backward; own: those of its chunk, if it is the first of the step.
+    def _gradients(self, running: _Running, at: int | None = None) -> GradientBytes:
+        """Return the gradients of model states in a backward, of a part of it or where it is split.
 
         Torch gives those of weights when a backward of weights is over.
         """
@@ -611,7 +616,9 @@ class _Ranks:
         if all(moment.come):
             return self._holding.all
         come = (moving.all for moving, there in zip(self._holding.moving, moment.come, strict=True) if there)
-        return sum(come, NO_GRADIENTS if moment.come[running.turn] else own)
+        if at is None or moment.come[running.turn]:
+            return sum(come, NO_GRADIENTS)
+        return sum(come, self._moving(running).gradients[self._activations.begins[running.turn][at]])
 
     def _end_of_whole(self, running: _Running, others: float, passed: float) -> Peak:
         return Peak("end of the backward", others, 0.0, passed, *self._moving(running).end, *self._holding.all)
@@ -621,7 +628,7 @@ class _Ranks:
         parts, turns = self._parts(running)[::-1], self._moving(running).turns
         footprints = self._activations.footprints[running.turn]
         alive, last = others + self._activations.alive[running.turn], len(parts) - 1
-        gradients = self._gradients(running, NO_GRADIENTS)
+        gradients = self._gradients(running)
         for at, (part, footprint) in enumerate(zip(parts, footprints, strict=True)):
             if part.kind == "head" or at == last:
                 yield _backward(part, footprint, alive, passed, turns[at], gradients)
@@ -634,7 +641,7 @@ class _Ranks:
         alive = others + self._sizes[running.turn][1] - given
         temporary = max(given, self._holding.gradients[running.turn])
         windows = self._moving(running).turns[0]
-        yield Peak("backward of weights", alive, temporary, passed, *windows, *self._gradients(running, NO_GRADIENTS))
+        yield Peak("backward of weights", alive, temporary, passed, *windows, *self._gradients(running))
 
     def _parts(self, running: _Running) -> list[Part]:
         """Return the parts of a chunk, in the order of forwards."""
