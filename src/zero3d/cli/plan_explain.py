@@ -166,7 +166,10 @@ def _json(explained: Explained) -> dict[str, Any]:
         **plan_text.row_json(row),
         **plan_text.plan_json(model, cluster, row, limit, margin, explained.ends),
         "fits": explained.fits,
-        "instants": [{"instant": name, **parts} for name, parts in instants(model, row.plan)],
+        "instants": [
+            {"instant": name, **{category: size for category, size in parts.items() if size}}
+            for name, parts in plan_text.shown_instants(instants(model, row.plan))
+        ],
         "what_if": plan_text.knobs_json(what_if(row, model, cluster, evaluate)),
         "cost": plan_text.cost_json(row.estimate, cluster, tokens, price),
     }
