@@ -33,7 +33,7 @@ STATE = 2 * TOKENS * HIDDEN  # a hidden state between parts, and its gradient
 
 
 @pytest.mark.parametrize(("schedule", "held", "passed"), [
-    ("gpipe", 4, 4),  # an input came for each; its gradient goes, and nothing tells that it has arrived
+    ("gpipe", 3, 4),  # in the second, beside gradients; an input came for each, its gradient goes and nothing tells so
     ("1f1b", 1, 1 + 1),  # the gradient before is on its way
 ])  # fmt: skip
 def test_a_pipeline_keeps_what_is_in_flight_and_what_is_passed_on(schedule, held, passed):
@@ -162,9 +162,10 @@ def test_bounds_leave_out_no_rank_and_no_moment_that_is_the_fullest(schedule, ac
         for rank in alone:
             fullest = rank._starts()
             assert fullest
-            for (turn, kind, reduces), (total, _, start) in fullest.items():
+            for (turn, kind, reduces, come), (total, _, start) in fullest.items():
                 alike = [moment for moment in moments(plan, rank.stages[0]) if moment.kind == kind]
                 alike = [each for each in alike if each.chunk == start.moment.chunk and each.final == reduces]
+                alike = [each for each in alike if each.come == come]
                 bytes_of = [bytes_at(moment, turn, rank) for moment in alike]
                 assert total == max(bytes_of)
                 assert total == bytes_at(start.moment, turn, rank)
