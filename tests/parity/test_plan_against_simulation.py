@@ -153,6 +153,10 @@ P = ParallelPlan
         (P(dp=2, pp=4, stage=1, accumulate=8, schedule="zero-bubble", micro_batch=2), True, False),
         (P(dp=2, tp=2, pp=2, stage=1, accumulate=4, schedule="zbv", activations="full"), False, True),
     ]),
+    pytest.param(
+        P(dp=2, tp=4, stage=1, sequence_parallel=True, micro_batch=2), False, False, None,
+        marks=[long, pytest.mark.xfail(strict=True, reason="0.968: activations at the logits are planned 1.6 MB too low")],
+    ),
 ])  # fmt: skip
 def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed, layers):
     assert 0.97 <= ratio(alone, models, plan, tied, packed, layers) <= 1.05

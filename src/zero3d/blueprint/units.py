@@ -76,7 +76,7 @@ def _name(owner: str, kind: Kind, kinds: Sequence[Kind]) -> str:
 
 
 class InForward(Protocol):
-    """What is needed in a forward (`FoundUnit.deferred`)."""
+    """Describes a unit by whether it is deferred (`FoundUnit.deferred`)."""
 
     @property
     def deferred(self) -> bool: ...

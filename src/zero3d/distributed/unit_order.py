@@ -1,4 +1,4 @@
-"""How ranks of an axis send units in one order: which comes first, and how many are on their way at once. No torch.
+"""Says in which order an axis sends units, and how many are on their way at once. No torch.
 
 Each unit that is on its way takes memory for its whole weights or gradients. What allocates it, what counts it and what
 proves that ranks can never meet read the same numbers here.

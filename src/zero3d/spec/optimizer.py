@@ -156,7 +156,7 @@ ON_HOST = " and ".join(row.title for row in _ROWS if row.on_host)
 
 
 def why_not_on_host(name: str, precision: str) -> str:
-    """Say why the host cannot update what a row's optimizer keeps in a precision; "" where it can."""
+    """Return why the host cannot update an optimizer's states in this precision, or "" where it can."""
     if OPTIMIZERS[name].on_host and master_of(precision) == UPDATED_ON_HOST:
         return ""
     return f"the host updates fp32 states of {ON_HOST} alone, no {precision} {name}"

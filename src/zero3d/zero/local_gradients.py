@@ -93,7 +93,7 @@ class LocalGradients:
 
     @property
     def memory(self) -> list[GradientMemory]:
-        """That of a buffer that is kept."""
+        """Return the memory of the buffer, if it is kept between backwards."""
         return [] if self._kept is None else [self._kept]
 
     def step_aside(self) -> None:
