@@ -9,6 +9,7 @@ recompute blocks in backward: zero3d by its own `recompute`, FSDP2 by torch's `c
 
     zero3d-S         zero3d.Engine at stage S
     zero3d-exact-S   the same with exact=True
+    zero3d-cast-3    stage 3 whose weights are cast from their masters in each gather
     fsdp2-reshard    fully_shard on exactly the modules that zero3d makes units of, then on the root;
                      fp32 sharded parameters, MixedPrecisionPolicy; reshard_after_forward=True but for
                      the root, where torch's default keeps the few parameters outside those modules
@@ -116,7 +117,8 @@ def adamw(params: Iterable[Any]) -> AdamW:
 def build_variant(name: str, setting: Setting) -> Variant:
     """A variant by its name. Every rank must build the same ones in the same order."""
     if name.startswith("zero3d-"):
-        return Zero3d(setting, int(name.rpartition("-")[2]), exact="exact" in name)
+        weights = "cast" if "cast" in name else "kept"
+        return Zero3d(setting, int(name.rpartition("-")[2]), exact="exact" in name, weights=weights)
     if name.startswith("fsdp2-"):
         return Fsdp2(setting, reshard=name == "fsdp2-reshard")
     if name.startswith("deepspeed-"):
@@ -135,7 +137,9 @@ def shared_mesh(device: torch.device) -> Mesh:
 class Zero3d(Accumulated):
     """zero3d's engine."""
 
-    def __init__(self, setting: Setting, stage: int, exact: bool = False, linear: str | None = None) -> None:
+    def __init__(
+        self, setting: Setting, stage: int, exact: bool = False, linear: str | None = None, weights: str = "kept"
+    ) -> None:
         model, self.accumulate = setting.build(), setting.accumulate
         recompute(model, "full" if setting.recompute else "none")
         self.engine = Engine(
@@ -149,6 +153,7 @@ class Zero3d(Accumulated):
             accumulate=setting.accumulate,
             exact=exact,
             linear=linear,
+            weight_shards=weights,
         )
         self.module = self.engine.module
 

@@ -46,7 +46,9 @@ SEVERAL_RANKS = (
     *(Target("time", f"zero3d-{stage}", f"deepspeed-{stage}", 0.80) for stage in range(4)),
     *(Target("time", f"zero3d-exact-{stage}", f"zero3d-{stage}", 1.05) for stage in (2, 3)),
     Target("process memory", "zero3d-3", "fsdp2-reshard", 0.95),
+    Target("process memory", "zero3d-cast-3", "fsdp2-reshard", 0.95),
     Target("process memory", "zero3d-2", "fsdp2-noreshard", 1.00),
+    Target("time", "zero3d-cast-3", "zero3d-3", 1.01),
 )
 ONE_RANK = (
     *(Target("time", f"zero3d-{stage}", "plain", 1.03) for stage in range(4)),
@@ -57,18 +59,29 @@ ONE_RANK = (
 def targets(ranks: int, accumulate: int) -> tuple[Target, ...]:
     """The targets of a run."""
     peak = 0.97 if ranks > 1 and accumulate == 1 else 1.00
-    return (
-        *(SEVERAL_RANKS if ranks > 1 else ONE_RANK),
-        Target("peak of a step", "zero3d-3", "fsdp2-reshard", peak),
-        Target("at rest", "zero3d-3", "fsdp2-reshard", 1.00),
+    of_memory = (
+        target
+        for ours in ("zero3d-3", "zero3d-cast-3")
+        for target in (
+            Target("peak of a step", ours, "fsdp2-reshard", peak),
+            Target("at rest", ours, "fsdp2-reshard", 1.00),
+        )
     )
+    return (*(SEVERAL_RANKS if ranks > 1 else ONE_RANK), *of_memory)
 
 
-def variant_names(engines: list[str], stages: list[int], exact: str = "off") -> list[str]:
-    """What to run: the stages asked for and the peers that these engines name. exact: off, on or both."""
+def variant_names(engines: list[str], stages: list[int], exact: str = "off", weights: str = "kept") -> list[str]:
+    """What to run: the stages asked for and the peers that these engines name.
+
+    exact    off, on or both
+    weights  of stage 3: kept, cast or both
+    """
     ours = {"off": ["zero3d"], "on": ["zero3d-exact"], "both": ["zero3d", "zero3d-exact"]}[exact]
+    names = [f"{name}-{stage}" for name in ours for stage in stages]
+    if weights == "cast":
+        names.remove("zero3d-3")
     of_engine = {
-        "zero3d": [f"{name}-{stage}" for name in ours for stage in stages],
+        "zero3d": [*names, *(["zero3d-cast-3"] if weights != "kept" else [])],
         "fsdp2": [name for stage, name in ((3, "fsdp2-reshard"), (2, "fsdp2-noreshard")) if stage in stages],
         "ddp": ["ddp"],
         "plain": ["plain"],

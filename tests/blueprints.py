@@ -12,13 +12,13 @@ from zero3d.spec.zero import Zero
 
 
 def unit_plan(
-    stage, ranks=4, *, copies=1, ep=1, experts=None, node=1, weights=None, trainable=True, precision="bf16",
+    stage, ranks=4, *, copies=1, ep=1, experts=None, node=1, dtype=None, trainable=True, precision="bf16",
     algorithm=ALL_TO_ALL, accumulate=1, offload=None, poison=False, **zero,
 ):  # fmt: skip
-    """Of a unit whose weights are cut over so many ranks. ep: that share experts out; weights: their dtype."""
+    """Of a unit whose weights are cut over so many ranks. ep: that share experts out; dtype: of weights."""
     spec = Spec(Zero(stage, **zero), offload or Offload(), precision=precision, accumulate=accumulate)
     groups = Group(ranks, algorithm), Group(ranks, algorithm), Group(copies, algorithm)
-    kind = Kind(BY_NAME[weights or precision], trainable, ep > 1 if experts is None else experts)
+    kind = Kind(BY_NAME[dtype or precision], trainable, ep > 1 if experts is None else experts)
     return decide(kind, Policy.of(spec)._replace(poison=poison), Ranks(*groups, ep, node))
 
 

@@ -158,6 +158,7 @@ CHANGES = [
     Change("ep_plan", {"layers": "none"}),
     Change("experts", "fast", keeps=True),
     Change("gather_budget", 1024),
+    Change("weight_shards", "cast", "bf16", keeps=True),
     Change("gather_wire", "int8"),
     Change("second_shard", 2, keeps=True),
     Change("slow_wire", "bf16", "copies"),

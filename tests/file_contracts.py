@@ -145,6 +145,7 @@ KEYS = [
     Key("zero.reduce", "every_step", "dp"),
     Key("zero.reduce_scatter", "native", "dp"),
     Key("zero.master", "split", "bf16", keeps=True),
+    Key("zero.weights", "cast", "bf16", keeps=True),
     Key("zero.gather_budget", 2048, "dp"),
     Key("zero.gather_wire", "int8", "dp"),
     Key("zero.second_shard", 2, "dp", keeps=True),

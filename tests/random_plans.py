@@ -78,6 +78,7 @@ DRAWN = {  # by keyword of a plan: how often, and from what, where it is not the
     "gradient_dtype": (OFTEN, ("bf16",)),
     "linear": (SELDOM, ("fp8",)),
     "quantize": (SELDOM, ("int8",)),
+    "weights": (0.2, ("cast",)),
 }
 DEGREES = ("dp", "tp", "pp", "ep", "sp", "shard")
 NEED = {  # keys that are refused, or do nothing, unless others are so: where they are not, these are drawn seldom
@@ -88,6 +89,7 @@ NEED = {  # keys that are refused, or do nothing, unless others are so: where th
     "slow_wire": lambda drawn: drawn.get("shard", drawn["dp"]) < drawn["dp"],
     "slow_rounding": lambda drawn: "slow_wire" in drawn,
     "gather_wire": lambda drawn: drawn["stage"] == 3,
+    "weights": lambda drawn: drawn["stage"] == 3 and "offload" not in drawn,
     "second_shard": lambda drawn: drawn["stage"] == 3,
     "reduce": lambda drawn: drawn["stage"] >= 2,
     "master": lambda drawn: "precision" not in drawn,

@@ -106,9 +106,16 @@ def to_compute(master: Tensor, dtype: torch.dtype, out: Tensor | None = None) ->
         out = torch.empty(master.shape, dtype=dtype, device=master.device)
     if not rounds_away(master.dtype, dtype):
         return out.copy_(master)
-    scratch = master.new_empty(cast_scratch(master.numel(), master.device.type))
-    cast_all([(master.reshape(-1), out.view(-1))], scratch)
+    cast_flat(master.reshape(-1), out.view(-1), master.new_empty(cast_scratch(master.numel(), master.device.type)))
     return out
+
+
+def cast_flat(master: Tensor, out: Tensor, scratch: Tensor) -> None:
+    """Cast flat masters to compute weights as `to_compute` does. scratch: fp32, as in `cast_all`."""
+    if rounds_away(master.dtype, out.dtype):
+        cast_all([(master, out)], scratch)
+    else:
+        out.copy_(master)
 
 
 def rounds_away(wide: torch.dtype, narrow: torch.dtype) -> bool:

@@ -222,6 +222,10 @@ def test_a_plan_of_shared_sequences_has_the_bytes_and_traffic_of_the_dry_run(alo
     *(pytest.param(*case, marks=long) for case in [
         (P(dp=8, stage=3, gather_wire="int8"), 8),
         (P(dp=8, stage=3, second_shard=4, accumulate=2), 8),
+        (P(dp=8, stage=3, weights="cast"), 8),
+        (P(dp=4, tp=2, stage=3, weights="cast", gather_wire="int8", accumulate=2), 8),
+        (P(dp=2, pp=2, stage=3, weights="cast", accumulate=4), 8),
+        (P(dp=1, stage=3, weights="cast"), 2),
         (P(dp=4, stage=3, second_shard=2, activations="full"), 8),
         (P(dp=4, stage=3, gather_wire="int8", params="host", offload="host"), 8),
         (P(dp=4, tp=2, stage=3, gather_wire="int8", second_shard=2), 8),

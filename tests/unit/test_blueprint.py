@@ -41,7 +41,7 @@ ON_HOST = Offload(optimizer="host", gradients="host")
     # other precisions
     ({"stage": 3, "precision": "fp32"}, FP32, FP32, False, True),
     ({"stage": 2, "precision": "fp64", "accumulate": 2}, FP64, FP64, False, True),
-    ({"stage": 3, "weights": "fp32"}, FP32, FP32, False, True),
+    ({"stage": 3, "dtype": "fp32"}, FP32, FP32, False, True),
     ({"stage": 1, "precision": "fp16", "reduce_dtype": "fp16"}, FP16, FP16, True, True),
     # in fp16, asked for in bf16: terms are cast, though as wide
     ({"stage": 1, "precision": "fp16", "reduce_dtype": "bf16"}, FP16, BF16, True, True),
@@ -67,7 +67,7 @@ def test_sums_travel_as_asked_unless_weights_are_wider():
     def sums(**settings):
         return unit_plan(2, reduce_dtype="bf16", **settings).gradients.sums
 
-    assert (sums(), sums(weights="fp32"), unit_plan(2).gradients.sums) == (BF16, FP32, FP32)
+    assert (sums(), sums(dtype="fp32"), unit_plan(2).gradients.sums) == (BF16, FP32, FP32)
 
 
 def test_all_micro_batches_add_up_in_the_shard_of_one_rank_that_reduces_after_each():
@@ -92,7 +92,7 @@ def test_weights_are_whole_between_uses_where_nothing_is_gathered():
     assert not unit_plan(3).whole
     assert unit_plan(3, release="every_step").whole
     assert unit_plan(3, 1).whole
-    for apart in ({"gather_wire": "int8"}, {"offload": Offload(params="host")}, {"poison": True}):
+    for apart in ({"gather_wire": "int8"}, {"offload": Offload(params="host")}, {"poison": True}, {"weights": "cast"}):
         assert not unit_plan(3, 1, **apart).whole
 
 
@@ -103,6 +103,7 @@ def test_experts_that_no_other_rank_has_are_never_gathered():
         {"ranks": 1, "experts": True},
         {"ranks": 1, "ep": 4, "gather_wire": "int8"},
         {"ranks": 1, "ep": 4, "offload": Offload(params="host")},
+        {"ranks": 1, "ep": 4, "weights": "cast"},
     ):
         assert unit_plan(3, **gathered).row.number == 3
 
@@ -114,6 +115,24 @@ def test_second_shards_and_blocks_are_of_what_is_gathered():
     assert not unit_plan(2, gather_wire="int8").coded
     packed = Kind(Dtype("uint8", 1), trainable=False)
     assert not decide(packed, Policy.of(Spec(Zero(3, gather_wire="int8"))), Ranks()).coded
+
+
+def test_weights_are_cast_in_gathers_where_a_trained_units_masters_are_wider():
+    cast = {"weights": "cast"}
+    assert unit_plan(3, **cast).from_masters
+    assert unit_plan(3, 1, **cast).from_masters
+    assert not any(unit_plan(3, **others).from_masters for others in ({}, cast | {"trainable": False}))
+    assert unit_plan(3, trainable=False, **cast).trained == unit_plan(3, **cast)
+    in_fp32 = decide(Kind(FP32), Policy.of(Spec(Zero(3, **cast))), Ranks(Group(2)))
+    assert not in_fp32.from_masters
+
+
+def test_weights_that_were_whole_while_frozen_stay_so_when_they_are_trained():
+    alone = unit_plan(3, 1, trainable=False, weights="cast")
+    assert alone.whole
+    assert alone.trained.whole
+    assert not alone.trained.from_masters
+    assert alone.trained.gradients is not None
 
 
 def test_experts_are_cut_over_the_ranks_that_have_the_same_ones_with_a_row_for_each_source():
@@ -141,6 +160,7 @@ def test_pipelines_keep_weights_and_sum_gradients_for_a_step():
 
 @pytest.mark.parametrize(("zero", "offload"), [
     (Zero(3, gather_budget=1000), Offload()), (Zero(3, gather_wire="int8"), Offload()), (Zero(3), Offload(params="host")),
+    (Zero(3, weights="cast"), Offload()),
 ])  # fmt: skip
 def test_a_pipeline_gives_weights_back_after_every_use_where_a_setting_is_about_each_gather(zero, offload):
     policy = Policy.of(Spec(zero, offload, mesh=Mesh(pp=2)))

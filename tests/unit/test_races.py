@@ -79,7 +79,7 @@ def run(case, without=""):
 
 AXES = (
     ("", "tp", "pp", "ep", "ep fast", "sp", "sp gather", "shard", "shard 1"),  # of 4 ranks
-    (2, 3),
+    (2, 3, "3 cast"),
     ("same", "int8"),  # zero.gather_wire
     (None, 2),  # zero.second_shard
     ("same", "bf16", "int8", "int4", "int4 stochastic"),  # zero.slow_wire
@@ -93,7 +93,7 @@ AXES = (
 
 def is_possible_on_axes(case):
     axis, stage, wire, second, slow, adapters, tiled, _, replay, exact = case
-    of_stage_3 = stage == 3 or (wire == "same" and second is None)
+    of_stage_3 = stage != 2 or (wire == "same" and second is None)
     of_copies = axis.startswith("shard") or slow == "same"
     experts = axis.startswith("ep")
     return (
@@ -116,7 +116,7 @@ def run_on_axes(case, folder):
     degrees = {"dp": 2, name: 2} if name in ("tp", "pp") else {"dp": 4}
     degrees |= {"ep": {"ep": 2}, "sp": {"sp": 2}, "shard": {"shard": 1 if how == "1" else 2}}.get(name, {})
     form, _, rounding = slow.partition(" ")
-    options = {"weights": None}
+    options = {"weights": None, "weight_shards": "cast" if stage == "3 cast" else "kept"}
     with alone_in(4, rank=2 if name == "pp" else 1), collectives_of(Model()), uneven_experts():
         if adapters == "qlora":
             model = {"path": str(folder), "quantize": "nf4"}
@@ -127,7 +127,7 @@ def run_on_axes(case, folder):
             module = mixture() if name == "ep" else tiny("llama", kv_heads=4, layers=layers, lora=adapters == "lora")
         recompute(module, activations)
         engine = engine_of(
-            module, lonely_mesh(**degrees), stage=stage, precision="bf16", gather_wire=wire, second_shard=second, slow_wire=form,
+            module, lonely_mesh(**degrees), stage=2 if stage == 2 else 3, precision="bf16", gather_wire=wire, second_shard=second, slow_wire=form,
             slow_rounding=rounding or "nearest", gather_budget=4096 if tiled else None, tiled_loss=tiled, replay=replay, exact=exact,
             experts="fast" if axis == "ep fast" else "exact", sp_kind="gather" if axis == "sp gather" else "auto", optimizer=adamw,
             accumulate=4 if name == "pp" else 2, schedule="1f1b" if name == "pp" else None, **options,

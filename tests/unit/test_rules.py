@@ -15,7 +15,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.spec.declaring import as_keyword, in_file
+from zero3d.spec.declaring import KEYWORDS, as_keyword, in_file
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import RULES, as_markdown, check, refusals
@@ -27,6 +27,16 @@ NARROW = Offload("host", gradients="host", gradient_dtype="bf16")
 TABLE = [  # for each rule in its place: what breaks it and no other, and how a file's refusal begins and ends
     (Spec(Zero(master="split"), precision="fp32"),
      "zero.master=split stores masters", "precision=fp32 has no bf16 weights: type precision=bf16, or zero.master=fp32."),
+    (Spec(Zero(2, weights="cast")),
+     "zero.weights=cast is for parameters that are gathered", "type zero.stage=3, or zero.weights=kept."),
+    (Spec(Zero(weights="cast", release="every_step")),
+     "zero.weights=cast is for gathers", "type zero.release=every_use, or zero.weights=kept."),
+    (Spec(Zero(weights="cast"), precision="fp32"),
+     "zero.weights=cast makes weights of wider masters", "type precision=bf16, or zero.weights=kept."),
+    (Spec(Zero(weights="cast", master="split")),
+     "zero.weights=cast makes weights of whole masters", "which takes as much memory then, or zero.weights=kept."),
+    (Spec(Zero(weights="cast"), Offload("host")),
+     "zero.weights=cast makes weights of masters on the device", "or offload.optimizer=none offload.params=none."),
     (Spec(Zero(1, reduce="every_micro_batch")),
      "zero.reduce=every_micro_batch keeps", "type zero.stage=2, or zero.reduce=every_step."),
     (Spec(Zero(reduce_dtype="bf16"), precision="fp32"),
@@ -233,7 +243,8 @@ def test_verbs_refuse_in_these_words_what_follows_from_the_number_of_ranks(words
 @pytest.mark.parametrize(("spec", "begins", "_"), OF_ENGINES)
 def test_an_engine_is_refused_in_these_words_as_keywords(spec, begins, _):
     of_mesh = {key: value for key, value in asdict(spec.mesh).items() if key not in Degrees._fields}
-    keywords = asdict(spec.zero) | of_mesh | {"precision": spec.precision, "ema": spec.ema, "replay": spec.replay}
+    of_zero = {KEYWORDS.get(f"zero.{key}", key): value for key, value in asdict(spec.zero).items()}
+    keywords = of_zero | of_mesh | {"precision": spec.precision, "ema": spec.ema, "replay": spec.replay}
     keywords["linear"] = spec.linear
     with pytest.raises(ConfigError) as refused:
         zero3d.Engine(build("net"), offload=spec.offload, **keywords)
@@ -253,6 +264,7 @@ def test_settings_are_written_as_they_are_typed():
     assert in_file("train.ema", None) == "train.ema=null"
     assert as_keyword("zero.exact", True) == as_keyword("zero.exact", "true") == "exact=True"
     assert as_keyword("train.ema", "null") == "ema=None"
+    assert as_keyword("zero.weights", "cast") == "weight_shards='cast'"
     assert as_keyword("mesh.tp", "2") == as_keyword("mesh.tp", 2) == "tp=2"
     assert as_keyword("offload.params", "none") == "offload.params=none"
 

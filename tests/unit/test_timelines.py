@@ -132,7 +132,7 @@ def of_gathers(faults, **options):
 @pytest.mark.parametrize("options", [
     {},
     *(pytest.param(options, marks=pytest.mark.long) for options in (
-        {"gather_wire": "int8"}, {"gather_wire": "int8", "second_shard": 2}, {"release": "every_step"}, {"exact": True},
+        {"weight_shards": "cast"}, {"gather_wire": "int8"}, {"gather_wire": "int8", "second_shard": 2}, {"release": "every_step"}, {"exact": True},
     )),
 ], ids=str)  # fmt: skip
 def test_compute_waits_for_no_unit_that_is_gathered_ahead(options):

@@ -60,7 +60,7 @@ def kinds(made):
     {"stage": 3, "gather_wire": "int8"},
     *(pytest.param(options, marks=pytest.mark.long) for options in (
         {"stage": 3, "offload": {"optimizer": "host", "params": "host", "executor": "device"}},
-        {"stage": 2, "offload": ON_HOST}, {"stage": 1, "exact": True, "ema": 0.9}, {"stage": 0},
+        {"stage": 3, "weight_shards": "cast"}, {"stage": 2, "offload": ON_HOST}, {"stage": 1, "exact": True, "ema": 0.9}, {"stage": 0},
     )),
 ], ids=str)  # fmt: skip
 def test_a_rank_of_the_second_device_makes_nothing_on_the_first(alone, options):

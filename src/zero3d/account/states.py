@@ -14,10 +14,10 @@ Per trainable parameter, of four widths in bytes:
     3               w/N          a/N                      k/N
 
 With `reduce: every_step` stages 2 and 3 have stage 1's gradients, with `release: every_step` stage 3 has stage 2's
-parameters. A frozen parameter has a weight only. A second shard of gathered weights (zero.second_shard) is w/RANKS more
-of parameters at stage 3, in blocks of 8 bits (1 + 4/256)/RANKS. An element of padding costs what a parameter does.
-Gradients on the device are there from their first use in a step to the unit's update: all of them at the end of a
-step's last backward.
+parameters, with `weights: cast` none beside wider masters. A frozen parameter has a weight only. A second shard of
+gathered weights (zero.second_shard) is w/RANKS more of parameters at stage 3, in blocks of 8 bits (1 + 4/256)/RANKS. An
+element of padding costs what a parameter does. Gradients on the device are there from their first use in a step to the
+unit's update: all of them at the end of a step's last backward.
 Source of the paper's figures: Rajbhandari et al., "ZeRO" (2020), section 5 and figure 1.
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero3d.account.optimizers import OptimizerBytes
 from zero3d.blueprint.layout import UnitLayout
@@ -99,7 +99,7 @@ def per_parameter(unit: UnitPlan, optimizer: Fraction | int) -> StateBytes:
     policy, row, width = unit.policy, unit.row, unit.kind.dtype.itemsize
     share = Fraction(1, unit.cut.size)
     held = NO_BYTES
-    if not policy.params:
+    if not policy.params and not unit.from_masters:
         held = held._replace(parameters=width * (Fraction(1) if unit.whole else share))
     if unit.gradients is not None:
         held = held._replace(gradients=_gradient_rate(unit, unit.gradients, reduced=True))
@@ -183,18 +183,16 @@ def engine_bytes(
     stage: int,
     n: int,
     precision: str = "bf16",
-    release: str = "auto",
-    reduce: str = "auto",
     accumulate: int = 1,
     optimizer: Fraction | int | None = None,
-    exact: bool = False,
+    **zero: Any,
 ) -> StateBytes:
     """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
     optimizer  k, where it is not that of Adam with fp32 masters
+    zero       other keys of the section
     """
-    spec = Spec(Zero(stage, release=release, reduce=reduce, exact=exact), precision=precision, accumulate=accumulate)
-    policy = Policy.of(spec)
+    policy = Policy.of(Spec(Zero(stage, **zero), precision=precision, accumulate=accumulate))
     unit = decide(Kind(policy.compute), policy, Ranks(Group(n)))
     adam = policy.stored(policy.compute.itemsize) + 2 * policy.master.itemsize
     return per_parameter(unit, adam if optimizer is None else optimizer)

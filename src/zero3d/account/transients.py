@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import FP32
 from zero3d.blueprint.blueprint import BlueprintUnit
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.policy import Policy
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
@@ -119,12 +120,24 @@ def sum_of_sources(unit: UnitPlan, elements: int) -> int:
 
 
 def gathered_at_once(units: Iterable[BlueprintUnit], device: str) -> tuple[int, int]:
-    """Return upper bounds of bytes of gathered weights: of whole units, and of messages in blocks and their scratch."""
-    released = [(name, plan, layout.total) for name, plan, layout in units if not plan.whole]
-    coded = [elements for _, plan, elements in released if plan.coded]
-    sizes = [(name, elements * plan.kind.dtype.itemsize) for name, plan, elements in released]
+    """Return upper bounds of bytes of gathered weights: of whole units, and of messages in blocks and their scratch.
+
+    With the latter is what casts of masters take that find no room in others' slots of what is gathered.
+    """
+    released = [(name, plan, layout) for name, plan, layout in units if not plan.whole]
+    coded = [layout.total for _, plan, layout in released if plan.coded]
+    sizes = [(name, layout.total * plan.kind.dtype.itemsize) for name, plan, layout in released]
     ahead = 0 if len(coded) == len(sizes) else AHEAD  # what travels in blocks is whole when it is used
-    return whole_units(sizes, under_way=ahead), coded_messages(max(coded), device) if coded else 0
+    messages = coded_messages(max(coded), device) if coded else 0
+    casts = max((cast_apart(plan, layout, device) for _, plan, layout in released), default=0)
+    return whole_units(sizes, under_way=ahead), messages + casts
+
+
+def cast_apart(unit: UnitPlan, layout: UnitLayout, device: str) -> int:
+    """Return the bytes beside what is gathered in which masters are cast for a gather."""
+    if not unit.from_masters or (unit.cut.size > 1 and not unit.coded):
+        return 0
+    return unit.coded * unit.kind.dtype.itemsize * layout.shard + FP32 * cast_scratch(layout.shard, device)
 
 
 def sum_over_copies(unit: UnitPlan) -> CopySum:
@@ -225,6 +238,14 @@ def record_scratch(
     """
     widened = splits + 2 * rounded + narrow
     return FP32 * (widened * elements + max(rounded * elements, cast_scratch(elements, device) if casts else 0))
+
+
+def cast_bytes(policy: Policy) -> int:
+    """Return the bytes of memory that the cast of a master to a weight on an accelerator reads and writes.
+
+    To bf16: ties are raised in scratch, which is read again (decision 51); else the master and the weight alone.
+    """
+    return 18 if policy.casts else policy.master.itemsize + policy.compute.itemsize
 
 
 def master_scratch(elements: int, device: str, splits: bool) -> int:

@@ -20,7 +20,7 @@ from zero3d.spec.dtypes import BF16, BY_NAME, FP32, FP64, Dtype, master_of
 from zero3d.spec.mesh import EXACT
 from zero3d.spec.offload import Offload
 from zero3d.spec.sections import Spec
-from zero3d.spec.zero import SAME, Zero
+from zero3d.spec.zero import CAST, SAME, Zero
 
 REMAINDER = 2  # bytes of a split master beside its bf16 weight
 
@@ -58,6 +58,7 @@ class Policy(NamedTuple):
     exact      gradients are summed in one tree over the global list of micro-batches
     splits     masters of weights in another dtype are those and a remainder
     coded      weights travel to gathers in blocks of 8 bits
+    from_masters  weights are cast from their masters in each gather, where these are wider: no shard of them stays
     params     shards of weights are off the device
     gradients  reduced gradients wait for the update off the device
     held       dtype in which they wait there
@@ -78,6 +79,7 @@ class Policy(NamedTuple):
     exact: bool = False
     splits: bool = False
     coded: bool = False
+    from_masters: bool = False
     params: bool = False
     gradients: bool = False
     held: Dtype = FP32
@@ -142,6 +144,7 @@ def _resolve(zero: Zero, offload: Offload, precision: str, pp: int, accumulate: 
         exact=zero.exact,
         splits=splits_master(zero.master, precision),
         coded=zero.gather_wire != SAME,
+        from_masters=zero.weights == CAST,
         params=offload.params != "none",
         gradients=offload.gradients_leave,
         held=BF16 if offload.gradient_dtype == "bf16" else master,

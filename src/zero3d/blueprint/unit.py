@@ -2,6 +2,7 @@
 
 weights                 kept whole       at stages 0 to 2; for a step; where one rank has all of the unit
                         in a shard       at stage 3, and whole from a gather to its release
+                        in masters       the same, where a gather casts these: of weights alone nothing is kept
 gradients, local        kept             where they are summed before a reduction, or one rank has them all
                         come and go      with each backward, where they are reduced after every micro-batch
 gradients, the shard    in place         this rank's slot of local gradients that are kept in its dtype
@@ -66,6 +67,7 @@ class UnitPlan(NamedTuple):
     sources    ranks whose tokens give gradients that are kept apart: each has a row of the local buffer
     node       neighbours that keep a second shard of gathered weights together; 1: nobody does
     coded      weights travel to gathers in blocks of 8 bits
+    from_masters  weights are cast from their masters in each gather, and no shard of them stays
     whole      weights stay allocated between uses
     gradients  None of a unit that is frozen
     """
@@ -78,13 +80,16 @@ class UnitPlan(NamedTuple):
     sources: int
     node: int
     coded: bool
+    from_masters: bool
     whole: bool
     gradients: GradientPlan | None
 
     @property
     def trained(self) -> UnitPlan:
-        """Return what the unit is when it is frozen no longer."""
-        return decide(self.kind._replace(trainable=True), self.policy, self.ranks)
+        """Return what the unit is when it is frozen no longer. Weights that are whole stay so."""
+        kind, policy = self.kind._replace(trainable=True), self.policy
+        trained = decide(kind, policy, self.ranks)
+        return decide(kind, policy._replace(from_masters=False), self.ranks) if self.whole > trained.whole else trained
 
     @property
     def widened(self) -> UnitPlan:
@@ -108,15 +113,18 @@ def decide(kind: Kind, policy: Policy, ranks: Ranks) -> UnitPlan:
     shared_out = kind.experts and ranks.ep > 1
     cut = ranks.eshard if kind.experts else ranks.shard
     row = policy.row
-    if shared_out and cut.size == 1 and row.shards_parameters and not policy.params and not policy.coded:
+    from_masters = policy.from_masters and kind.trainable and kind.dtype != policy.master
+    by_use = policy.coded or policy.params or from_masters  # a gather is more than a view of a shard
+    if shared_out and cut.size == 1 and row.shards_parameters and not by_use:
         row = stage_row(2)  # nobody else has these experts: nothing is gathered
     coded = policy.coded and row.shards_parameters and kind.dtype.is_floating_point
-    only_here = cut.size == 1 and not policy.coded and not policy.params and not policy.poison
+    only_here = cut.size == 1 and not by_use and not policy.poison
     whole = not row.shards_parameters or policy.release == "every_step" or only_here
     sources = ranks.ep if kind.experts and policy.apart else 1
     node = ranks.node if row.shards_parameters and not shared_out else 1
     gradients = _gradients(kind, row, cut, sources, policy) if kind.trainable else None
-    return UnitPlan(kind, policy, ranks, row, cut, sources, node, coded, whole, gradients)
+    from_masters = from_masters and not whole
+    return UnitPlan(kind, policy, ranks, row, cut, sources, node, coded, from_masters, whole, gradients)
 
 
 def _gradients(kind: Kind, row: Stage, cut: Group, sources: int, policy: Policy) -> GradientPlan:

@@ -148,4 +148,4 @@ class Accounts:
             if span is not None:
                 states.append((span, Fraction(flat.numel() * flat.element_size(), span.stop - span.start)))
         master = 0 if stored is None else stored.element_size()
-        return OptimizerBytes.of(master, states, len(unit.weights.shard_or_full))
+        return OptimizerBytes.of(master, states, unit.weights.elements)

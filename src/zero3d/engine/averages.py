@@ -120,7 +120,7 @@ class Averages(Feature):
 
     @property
     def scratch(self) -> int:
-        shards = [unit.weights.shard_or_full.numel() for unit in self._optimizer.units]
+        shards = [unit.weights.elements for unit in self._optimizer.units]
         if not shards:
             return 0
         wide = self._optimizer.units[0].weights.masters.dtype.itemsize

@@ -173,6 +173,7 @@ class Engine:
         sp_mask_budget: int | str = "4GB",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
+        weight_shards: str = "kept",
         gather_wire: str = "same",
         second_shard: int | str | None = None,
         slow_wire: str = "same",

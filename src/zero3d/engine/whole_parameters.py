@@ -218,7 +218,7 @@ class WholeParameters:
             with self.gathered(unit):
                 yield weights.full
             return
-        own = joined(weights.masters.read(0, weights.shard_or_full.numel())).to(weights.full.device)
+        own = joined(weights.masters.read(0, weights.elements)).to(weights.full.device)
         if weights.updates_all:
             yield own
             return

@@ -96,6 +96,11 @@ class Arena:
         self._account("padding", (elements - used) * dtype.itemsize)
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
+    def let_go(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> None:
+        """Take states off the account that were allocated so; their owner drops the reference."""
+        self._account(category, -used * dtype.itemsize)
+        self._account("padding", -(elements - used) * dtype.itemsize)
+
     def hold(self, category: str, nbytes: int, used: Fraction) -> None:
         """Take a slab's memory on the account; used: the share of it that stands for parameters."""
         self._account(category, nbytes * used)

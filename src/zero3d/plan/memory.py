@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import compress
 from math import inf
 from typing import NamedTuple
 
@@ -266,7 +267,8 @@ class _Holding:
         units = [unit for units in self.units for unit in units if unit.trainable]
         policy = policy_of(self.plan)
         share = [unit.layout.shard if policy.row.shards_optimizer else unit.layout.total for unit in units]
-        elements = sum(size for unit, size in zip(units, share, strict=True) if unit.kind.dtype == policy.compute)
+        cast = [unit.kind.dtype == policy.compute and not unit.plan(self.plan).from_masters for unit in units]
+        elements = sum(compress(share, cast))
         splits = policy.splits
         scratch = float((splits or policy.casts) * master_scratch(elements, "cuda", splits))
         if OPTIMIZERS[self.plan.optimizer].coded:

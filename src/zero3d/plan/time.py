@@ -32,7 +32,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from zero3d.account.traffic import gathered_width
-from zero3d.account.transients import reduction_of, sum_over_copies
+from zero3d.account.transients import cast_bytes, reduction_of, sum_over_copies
 from zero3d.activations.policy import Policy
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
@@ -436,6 +436,8 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
         if policy.coded:  # every rank decodes what it gathers
             copies += _coding_seconds(step, uses * sum(share))
+        if pace.as_zero3d and policy.from_masters:
+            copies += _casting_seconds(step, share, 1 if step.groups.node.size > 1 else uses)
         first = collective(1.0, width) / units  # finds nothing to hide behind
         others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
         return copies + first + _exposed(others, end, pace.hide_dp)
@@ -463,6 +465,14 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     decoded = group.size if slow != SAME and all_get_terms(group.size, BITS[slow]) else 1
     coding = _coding_seconds(step, (1 + decoded) * own) if slow not in (SAME, NARROW) else 0.0
     return times * (sending + coding)
+
+
+def _casting_seconds(step: _Step, share: Share, times: int) -> float:
+    """Return the seconds in which a rank's masters are cast in gathers, so many times in a step."""
+    known, gpu = digest(step.model), step.cluster.gpu
+    own = (share.dense + share.experts * step.plan.ep) / step.plan.shard * known.trainable / known.params
+    bandwidth = step.pace.kernels.rates_of(gpu).memory * gpu.bandwidth
+    return times * cast_bytes(policy_of(step.plan)) * own / bandwidth
 
 
 def _coding_seconds(step: _Step, elements: float) -> float:
@@ -564,9 +574,10 @@ def _touched(plan: ParallelPlan) -> int:
     """Return the bytes of memory per parameter that an update reads and writes.
 
     A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
-    (18 in scratch): 34 more.
+    (18 in scratch): 34 more. One that gathers cast is not cast here.
     """
-    return OPTIMIZERS[plan.optimizer].touched + 34 * policy_of(plan).splits
+    policy = policy_of(plan)
+    return OPTIMIZERS[plan.optimizer].touched + 34 * policy.splits - cast_bytes(policy) * policy.from_masters
 
 
 def _matrices(step: _Step) -> float:

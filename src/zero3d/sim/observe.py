@@ -163,7 +163,8 @@ def _name_states(engine: Engine, memory: MemoryTracker) -> None:
         grads = [] if unit.grads is None else unit.grads.buffers
         stored = unit.weights.masters.stored
         beside = [tensor for tensor in (stored, unit.weights.second_shard) if tensor is not None]
-        for tensor in (unit.weights.full, unit.weights.shard, *beside, *grads):
+        shard = [] if unit.plan.from_masters else [unit.weights.shard]
+        for tensor in (unit.weights.full, *shard, *beside, *grads):
             memory.name(tensor, unit.name)
     for owned in engine.optimizer.pieces:
         for state in engine.optimizer.torch.state[owned.master].values():

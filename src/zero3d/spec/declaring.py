@@ -12,7 +12,8 @@ from zero3d.errors import ConfigError, short
 from zero3d.spec.bits import Bits
 
 Write = Callable[[str, Any], str]  # how the caller types a setting
-KEYWORDS = {  # of keys outside of zero, offload and mesh
+KEYWORDS = {  # of keys outside of zero, offload and mesh, and of one whose name an Engine has for something else
+    "zero.weights": "weight_shards",
     "optimizer.name": "optimizer",
     "optimizer.clip_norm": "clip_norm",
     "train.expert_bias_rate": "expert_bias_rate",

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file, whole_numbers
-from zero3d.spec.dtypes import master_of
+from zero3d.spec.dtypes import BY_NAME, master_of
 from zero3d.spec.formats import NF4_DOUBLE
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
 from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import ON_HOST, UPDATED_ON_HOST
 from zero3d.spec.sections import SECTIONS, Spec
 from zero3d.spec.tiers import HOST, TIERS
-from zero3d.spec.zero import NODE, SAME, Zero
+from zero3d.spec.zero import CAST, NODE, SAME, Zero
 
 COMMUNICATORS = whole_numbers(Zero, "communicators")
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
@@ -111,6 +111,25 @@ RULES = (
         lambda s: s.zero.master == "split" and s.precision != "bf16",
         "{zero.master} stores masters as bf16 weights plus 16-bit remainders, and {precision} has no bf16 weights: "
         "type {precision=bf16}, or {zero.master=fp32}.",
+    ),
+    *_of_stage_3("zero.weights", lambda s: s.zero.weights == CAST, "{zero.weights=kept}"),
+    Rule(
+        "zero.weights",
+        lambda s: s.zero.weights == CAST and master_of(s.precision) == BY_NAME.get(s.precision),
+        "{zero.weights} makes weights of wider masters, and with {precision} masters are the weights: type "
+        "{precision=bf16}, or {zero.weights=kept}.",
+    ),
+    Rule(
+        "zero.weights",
+        lambda s: s.zero.weights == CAST and s.zero.master == "split",
+        "{zero.weights} makes weights of whole masters, and with {zero.master} weights are one half of them: type "
+        "{zero.master=fp32}, which takes as much memory then, or {zero.weights=kept}.",
+    ),
+    Rule(
+        "zero.weights",
+        lambda s: s.zero.weights == CAST and s.offload.states,
+        "{zero.weights} makes weights of masters on the device, and with {offload.optimizer} and {offload.params} "
+        "states leave it: type {zero.weights=kept}, or {offload.optimizer=none} {offload.params=none}.",
     ),
     Rule(
         "zero.reduce",
@@ -397,7 +416,9 @@ def check(spec: Spec, write: Write = as_keyword) -> None:
 
 
 def _value(spec: Spec, key: str, told: str | None) -> Any:
-    return attrgetter(KEYWORDS.get(key, key))(spec) if told is None else told
+    if told is not None:
+        return told
+    return attrgetter(key if key.partition(".")[0] in SECTIONS else KEYWORDS.get(key, key))(spec)
 
 
 def as_markdown() -> str:

@@ -8,6 +8,7 @@ from zero3d.spec.bits import FACTS
 from zero3d.spec.declaring import Advice, key
 
 SAME = "same"
+KEPT, CAST = "kept", "cast"  # of weights
 NODE = "node"  # of second_shard: the ranks of a host
 ROUNDS = Advice(rounds=True)
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -62,6 +63,16 @@ class Zero:
         "less per parameter, the same bits",
         bits=None,
         choices=("fp32", "split"),
+    )
+    weights: str = key(
+        KEPT,
+        "16-bit weights beside their masters between uses (stage 3): kept, a shard of them, or cast from the masters "
+        "in each gather, which takes 2 bytes less per parameter of the shard and one cast more per gather",
+        bits=None,
+        choices=(KEPT, CAST),
+        keyword="what stays of weights between their uses at stage 3, where masters are wider. kept: a shard; cast: "
+        "nothing, a gather casts the masters: 2 bytes less per parameter over the ranks that share states, the same "
+        "bits",
     )
     gather_budget: int | str | None = key(
         None,
@@ -144,7 +155,8 @@ class Zero:
     @property
     def gathers_by_use(self) -> bool:
         """Return whether release `auto` is every_use everywhere, in pipelines, too: a setting is about each gather."""
-        return self.stage == 3 and (self.gather_wire != "same" or self.second_shard is not None)
+        about_gathers = self.gather_wire != SAME or self.second_shard is not None or self.weights == CAST
+        return self.stage == 3 and about_gathers
 
     def release_of(self, asked: str) -> str:
         """Return when gathered parameters are given back, where `asked` may still be auto."""

@@ -209,8 +209,8 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     local_gradients = whole_units(passing.items(), 2 * parts)
     deferred = [unit.layout.total for unit in engine.units if unit.deferred and unit.name in passing]
     tied = sum(deferred) * policy.master.itemsize
-    stored = [unit.weights.masters.stored for unit in engine.units if unit.grads is not None]
-    masters = sum(each.numel() for each in stored if each is not None)
+    updated = [unit for unit in engine.units if unit.grads is not None and not unit.plan.from_masters]
+    masters = sum(unit.weights.elements for unit in updated if unit.weights.masters.stored is not None)
     ring, update = _of_records(engine)
     kept = engine.kept_inputs
     ring += 0 if kept is None or kept.slots is None else kept.slots.peak.device

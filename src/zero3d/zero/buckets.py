@@ -2,7 +2,8 @@
 
     shard_or_full of a unit   |  bucket 0   |  bucket 1   |b 2|
     a bucket's record         [ weights? | master? | exp_avg | exp_avg_sq ]      fields by name
-    a shard of weights        [ weights ]                                        one record, stage 3
+    a shard of weights        [ weights ]                                        one record, stage 3; or none,
+                                                                                 where gathers cast its masters
 
 Here is which buckets a unit has, and what is in them. Who owns their records brings them (`Records`): `Resident` those
 on the device, which are used where they are, and offload/ all others.
@@ -18,6 +19,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from zero3d.memory.arena import Arena
+from zero3d.memory.scratch import cast_scratch
+from zero3d.precision import cast_flat, to_compute
 
 MASTER, WEIGHTS = "master", "weights"  # fields of a record, beside the states that an optimizer names
 
@@ -145,6 +150,12 @@ class ShardPlace(Protocol):
     def ahead(self) -> None:
         """Begin to bring it."""
 
+    def bring(self, slot: Tensor, spare: Tensor) -> Tensor:
+        """Return it on the device: there already, or written to its slot of what is gathered.
+
+        spare  memory that may be written meanwhile, in the slot's dtype
+        """
+
 
 class OnDevice(ShardPlace):
     """A shard on the device."""
@@ -160,6 +171,41 @@ class OnDevice(ShardPlace):
         yield self._shard
 
     def ahead(self) -> None: ...
+
+    def bring(self, slot: Tensor, spare: Tensor) -> Tensor:
+        return self._shard
+
+
+class InMasters(ShardPlace):
+    """A shard of which nothing is kept: it is cast from its masters on the device whenever it is read.
+
+    What is written into it is lost: a change is one of masters.
+    """
+
+    def __init__(self, masters: Tensor, dtype: torch.dtype, arena: Arena) -> None:
+        self.masters = masters
+        self._dtype, self._arena = dtype, arena
+
+    def view(self) -> Tensor:
+        return to_compute(self.masters, self._dtype)
+
+    @contextmanager
+    def opened(self, changed: bool) -> Iterator[Tensor]:
+        shard = self._arena.borrow("wire", self.masters.numel(), self._dtype)
+        yield self.bring(shard, shard[:0])
+        self._arena.give_back("wire", shard)
+
+    def ahead(self) -> None: ...
+
+    def bring(self, slot: Tensor, spare: Tensor) -> Tensor:
+        room = cast_scratch(self.masters.numel(), slot.device.type)
+        if spare.numel():
+            cast_flat(self.masters, slot, spare.view(torch.float32)[:room])
+            return slot
+        scratch = self._arena.borrow("wire", room, torch.float32)
+        cast_flat(self.masters, slot, scratch)
+        self._arena.give_back("wire", scratch)
+        return slot
 
 
 class InRecord(ShardPlace):
@@ -183,3 +229,8 @@ class InRecord(ShardPlace):
 
     def ahead(self) -> None:
         self._records.ahead(self._index)
+
+    def bring(self, slot: Tensor, spare: Tensor) -> Tensor:
+        with self.opened(False) as shard:
+            slot.copy_(shard, non_blocking=True)
+        return slot

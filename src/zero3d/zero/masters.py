@@ -1,6 +1,6 @@
 """The masters of what a rank updates of a unit, `Weights.shard_or_full` [numel], in one of three forms.
 
-    copied      an fp32 copy, which is cast to weights after an update
+    copied      an fp32 copy, which is cast to weights after an update, or in every gather (buckets.InMasters)
     split       the bf16 weights and a 16-bit remainder, which together are the fp32 master bit for bit
                 (`precision.join_master`): 10 bytes of optimizer states per parameter for 12
     the same    the weights themselves, where these are in the masters' dtype, and of frozen units
@@ -23,7 +23,7 @@ from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket
 from zero3d.precision import Halves, joined, split_master, to_compute
-from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, OnDevice, Resident, ShardPlace, UnitBuckets
+from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, InMasters, OnDevice, Resident, ShardPlace, UnitBuckets
 
 REMAINDER = torch.int16
 MIX = 6364136223846793005  # Knuth's multiplier, odd
@@ -58,14 +58,12 @@ class Masters:
     @classmethod
     def on_device(cls, weights: Tensor, dtype: torch.dtype, stored: Tensor | None) -> Masters:
         """Return masters on the device; stored: of `dtype` a copy, int16 the remainders, None for the weights."""
-        numel, device = weights.numel(), weights.device
-        size = update_bucket(device.type) if stored is not None and stored.dtype == REMAINDER else numel
-        names = () if stored is None else (MASTER,)
-        ranges = [(start, min(start + size, numel)) for start in range(0, numel, size or 1)]
-        fields = [[] if stored is None else [stored[start:stop]] for start, stop in ranges]
-        buckets = [Bucket(start, stop, number, names, device) for number, (start, stop) in enumerate(ranges)]
-        unit = UnitBuckets(Resident(fields), buckets or [Bucket(0, 0, 0, names, device)])
-        return cls(unit, OnDevice(weights), dtype, weights.dtype, stored)
+        return cls(_in_ranges(weights, stored), OnDevice(weights), dtype, weights.dtype, stored)
+
+    @classmethod
+    def alone(cls, stored: Tensor, weights: InMasters, compute: torch.dtype) -> Masters:
+        """Return masters on the device from which weights are cast whenever they are read."""
+        return cls(_in_ranges(stored, stored), weights, stored.dtype, compute, stored)
 
     @property
     def split(self) -> bool:
@@ -73,9 +71,15 @@ class Masters:
         return self.stored is not None and self.stored.dtype == REMAINDER
 
     @property
+    def copied(self) -> Tensor | None:
+        """Masters on the device which are a copy that weights are cast from; None where they are none."""
+        return None if self.split else self.stored
+
+    @property
     def cast(self) -> tuple[Tensor, Tensor] | None:
         """Masters on the device and the weights that they are cast to after an update; None where weights follow."""
-        return None if self.stored is None or self.split else (self.stored, self._weights.view())
+        kept = None if isinstance(self._weights, InMasters) else self.copied
+        return None if kept is None else (kept, self._weights.view())
 
     def parts(self, piece: Piece) -> Iterator[tuple[Piece, Tensor]]:
         """Cut a piece into what is updated at once; yield each part with the tensor that an optimizer gets for it.
@@ -119,8 +123,8 @@ class Masters:
 
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite a range, and use `values` up. Weights follow, those in `cast` at the next `Weights.refresh`."""
-        if self.cast is not None:
-            _copy(self.cast[0][start : start + values.numel()], values)
+        if self.copied is not None:
+            _copy(self.copied[start : start + values.numel()], values)
             return
         with self._weights.opened(True) as weights:
             for bucket, low, high in self.buckets.within(start, start + values.numel()):
@@ -146,11 +150,10 @@ class Masters:
         if WEIGHTS in fields:
             fields[WEIGHTS][within].copy_(target)
 
-    def from_weights(self) -> None:
-        """Make masters on the device of the weights."""
-        if self.cast is not None:
-            masters, weights = self.cast
-            masters.copy_(weights)
+    def from_weights(self, weights: Tensor) -> None:
+        """Make masters on the device of these weights."""
+        if self.copied is not None:
+            self.copied.copy_(weights)
         elif self.stored is not None:
             self.stored.zero_()
 
@@ -216,8 +219,8 @@ class Masters:
             written = not torch.equal(seen, checksum(weights))
             if self.stored is None:  # there is nothing to take over: they are these
                 return written
-        if self.cast is not None:
-            before = to_compute(self.cast[0], self._compute)
+        if self.copied is not None:
+            before = to_compute(self.copied, self._compute)
         else:
             before = self._weights.view() if self._held is None else self._held[0]
         changed = bits(weights) != bits(before.to(weights.device))
@@ -245,6 +248,17 @@ class Masters:
         _copy(own, weights)
         if WEIGHTS in fields:
             fields[WEIGHTS].copy_(weights)
+
+
+def _in_ranges(updated: Tensor, stored: Tensor | None) -> UnitBuckets:
+    """Return the buckets, on its device, of what a rank updates: ranges of halves, one of all others."""
+    numel, device = updated.numel(), updated.device
+    size = update_bucket(device.type) if stored is not None and stored.dtype == REMAINDER else numel
+    names = () if stored is None else (MASTER,)
+    ranges = [(start, min(start + size, numel)) for start in range(0, numel, size or 1)]
+    fields = [[] if stored is None else [stored[start:stop]] for start, stop in ranges]
+    buckets = [Bucket(start, stop, number, names, device) for number, (start, stop) in enumerate(ranges)]
+    return UnitBuckets(Resident(fields), buckets or [Bucket(0, 0, 0, names, device)])
 
 
 def _copy(target: Tensor, values: Tensor) -> None:

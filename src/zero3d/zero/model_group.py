@@ -221,7 +221,7 @@ class ModelGroup:
         """
         for tied in self._ties:
             weights = tied.unit.weights
-            numel = weights.shard_or_full.numel()
+            numel = weights.elements
             if tied.local_twin is None:
                 written_here = tied.unit in written
                 flag = torch.tensor([float(written_here)], dtype=torch.float64, device=self._across.device)

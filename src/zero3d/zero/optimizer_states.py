@@ -109,7 +109,7 @@ class OptimizerStates:
 
     def _check_blocks(self) -> None:
         """Refuse shards that cut the blocks of coded states, since the layout did not know of these."""
-        sizes = [unit.weights.shard_or_full.numel() for unit in self._units] if self._coded else []
+        sizes = [unit.weights.elements for unit in self._units] if self._coded else []
         if any(size % BLOCK for size in sizes):
             raise ConfigError(
                 f"{type(self.torch).__name__} keeps states in blocks of {BLOCK} elements, and a shard of "
@@ -195,7 +195,7 @@ class OptimizerStates:
         return self._spans[unit.name, key]
 
     def _find_span(self, unit: Unit, key: str) -> Span | None:
-        pieces, elements = unit.weights.update_pieces(unit.comm.rank), unit.weights.shard_or_full.numel()
+        pieces, elements = unit.weights.update_pieces(unit.comm.rank), unit.weights.elements
 
         def has(slot: int) -> bool:
             names = self._state_names[unit.layout.slots[slot].group]

@@ -99,6 +99,12 @@ class UnitParts(NamedTuple):
         """Return this rank's slice of a unit's storage."""
         return full.view(self.comm.size, -1)[self.comm.rank]
 
+    def spare(self, full: Tensor) -> Tensor:
+        """Return the longer part of a unit's storage before or behind this rank's slice: others' slices come there."""
+        shard = full.numel() // self.comm.size
+        before, behind = full[: self.comm.rank * shard], full[(self.comm.rank + 1) * shard :]
+        return before if len(before) > len(behind) else behind
+
 
 def parameter_views(full: Tensor, layout: UnitLayout) -> list[Tensor]:
     """Return a view of a unit's storage for each of its parameters, in their shapes."""

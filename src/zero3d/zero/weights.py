@@ -1,7 +1,8 @@
 """A unit's parameters: gathered into one storage, released, updated from their master.
 
     full    [total]    compute dtype   every parameter is a view into it while gathered
-    shard   [total/N]  compute dtype   this rank's slice; a view of full where full is kept; or a record elsewhere
+    shard   [total/N]  compute dtype   this rank's slice: a view of full where full is kept, a record elsewhere, or
+                                       nothing, where each gather casts the masters
     masters            fp32            of what this rank updates (masters.py)
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
@@ -28,7 +29,7 @@ from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError, Zero3dError
 from zero3d.precision import joined, to_compute
-from zero3d.zero.buckets import InRecord, OnDevice, ShardPlace
+from zero3d.zero.buckets import InMasters, InRecord, OnDevice, ShardPlace
 from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.released_parameters import RELEASED, Told, gather, release, untold
@@ -93,19 +94,30 @@ class Weights:
 
     def train(self, parts: UnitParts) -> None:
         """Make masters of weights that were frozen, from these. parts: of the unit that is trained."""
+        dtype, frozen, shard = self.full.dtype, self.masters, self.place
         self._parts, self.trainable = parts, True
-        frozen, self.masters = self.masters, self._own_masters(self.full.dtype)
-        self.masters.from_weights()
+        if parts.plan.from_masters:
+            self.place = self._own_place(dtype)
+        self.masters = self._own_masters(dtype)
+        self.masters.from_weights(shard.view())
         self.masters.go_on_from(frozen)
+        if self.place is not shard:
+            parts.arena.let_go("parameters", self.layout.shard, self.layout.used_per_shard, dtype)
+            assert self._wire is not None
+            self._wire.place = self.place
 
     def _own_place(self, dtype: torch.dtype) -> ShardPlace:
+        parts, layout = self._parts, self.layout
+        if parts.plan.from_masters:
+            masters = parts.arena.allocate("optimizer", layout.shard, layout.used_per_shard, parts.wide)
+            return InMasters(masters, dtype, parts.arena)
         if self.records is not None and self.records.shard is not None:
-            device = self._parts.arena.device
-            return InRecord(self.records.records, self.records.shard, device, self.records.passes)
-        layout = self.layout
-        return OnDevice(self._parts.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
+            return InRecord(self.records.records, self.records.shard, parts.arena.device, self.records.passes)
+        return OnDevice(parts.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
 
     def _own_masters(self, dtype: torch.dtype) -> Masters:
+        if isinstance(self.place, InMasters):
+            return Masters.alone(self.place.masters, self.place, dtype)
         wide = self._parts.wide if self.trainable else dtype
         if self.records is not None:
             return Masters(self.records, self.place, wide, dtype)
@@ -117,12 +129,20 @@ class Weights:
 
     @property
     def shard_or_full(self) -> Tensor:
-        """What this rank updates, in compute dtype: its shard, everything at stage 0. On a disk it is only read."""
+        """What this rank updates, in compute dtype: its shard, everything at stage 0.
+
+        On a disk it is only read; where masters are cast in gathers it is a copy.
+        """
         return self.place.view()
 
     @property
+    def elements(self) -> int:
+        """How many elements this rank updates, padding among them."""
+        return self.layout.total if self.updates_all else self.layout.shard
+
+    @property
     def shard(self) -> Tensor:
-        """This rank's slice; one on a disk may only be read."""
+        """This rank's slice; it may only be read on a disk, or where masters are cast in gathers."""
         return self._parts.slot(self.full) if self.updates_all else self.place.view()
 
     @property
@@ -135,7 +155,7 @@ class Weights:
         """Bytes that a gather and `open` add: the storage, or a copy of weights that masters are made of."""
         if not self.keeps_full:
             return self.full.element_size() * self.layout.total
-        return self.full.element_size() * self.shard_or_full.numel() if self.masters.copies_weights else 0
+        return self.full.element_size() * self.elements if self.masters.copies_weights else 0
 
     @property
     def node(self) -> int:

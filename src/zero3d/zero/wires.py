@@ -34,7 +34,7 @@ from zero3d.blueprint.layout import UnitLayout
 from zero3d.distributed.axis import Pending
 from zero3d.distributed.block_bytes import coding_scratch
 from zero3d.distributed.collectives import Comm
-from zero3d.zero.buckets import OnDevice, ShardPlace
+from zero3d.zero.buckets import ShardPlace
 from zero3d.zero.unit_parts import UnitParts
 
 
@@ -65,14 +65,15 @@ class Second:
 
 
 class Wire:
-    """Gathers a unit's weights from its ranks, each of which has its shard at `place`.
+    """Gathers a unit's weights from its ranks, each of which has its shard at a place.
 
+    place   where this rank's shard is
     codec   of messages; None: weights travel as they are
     second  the second shard, if there is one
     """
 
     def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, parts: UnitParts, place: ShardPlace) -> None:
-        self._name, self._place = name, place
+        self._name, self.place = name, place
         self._parts = parts
         self.codec = parts.codec
         self._travels = layout.shard if self.codec is None else self.codec.message_bytes(layout.shard)
@@ -114,7 +115,7 @@ class Wire:
 
     def gather_to_first(self) -> Tensor | None:
         """Return the weights as they are [total] on the first rank, which all others give their shards; None there."""
-        with self._place.opened(False) as shard:
+        with self.place.opened(False) as shard:
             return self._parts.comm.gather_to_first(shard, self._name)
 
     def _start(self, travels: Tensor, bring: Callable[[Tensor], Tensor]) -> Pending:
@@ -128,19 +129,14 @@ class Wire:
         return Pending(partial(_arrive, pending, second, travels, second.updates))
 
     def bring(self, full: Tensor) -> Tensor:
-        """Return this rank's shard on the device: one that is elsewhere is copied to its slot of `full`."""
-        if isinstance(self._place, OnDevice):
-            return self._place.view()
-        slot = self._parts.slot(full)
-        with self._place.opened(False) as shard:
-            slot.copy_(shard, non_blocking=True)
-        return slot
+        """Return this rank's shard on the device: one that is elsewhere is written to its slot of `full`."""
+        return self.place.bring(self._parts.slot(full), self._parts.spare(full))
 
     def _encode(self, message: Tensor) -> Tensor:
         """Write this rank's part of a message, and return it."""
         codec, arena, own = self.codec, self._parts.arena, self._parts.slot(message)
         assert codec is not None
-        with self._place.opened(False) as shard:
+        with self.place.opened(False) as shard:
             near = shard
             if shard.device != message.device:
                 near = arena.borrow("wire", shard.numel(), shard.dtype).copy_(shard, non_blocking=True)

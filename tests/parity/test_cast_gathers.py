@@ -1,0 +1,174 @@
+"""Weights that are cast from their masters in each gather: the same bits, nothing of them between uses, its own bytes."""
+
+import math
+
+import meshes
+import pytest
+import torch
+from models import adamw, batch, bits, build, loss_of, planned_bytes, train_engine
+from test_gather_wires import MESHES, account, course, engine_of
+
+import zero3d
+from zero3d.errors import Zero3dError
+from zero3d.optim import adamw8bit, muon
+from zero3d.train.measure import transient_bounds
+
+CAST = {"weight_shards": "cast"}
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    *(pytest.param(options, marks=pytest.mark.long) for options in (
+        {"gather_wire": "int8", "second_shard": 2}, {"precision": "fp16"}, {"second_shard": 2}, {"gather_wire": "int8"}, {"shard": 2}, {"communicators": 1}, {"reduce": "every_step"},
+    )),
+], ids=str)  # fmt: skip
+def test_no_bit_of_a_course_changes(ranks, tmp_path, options):
+    kept = ranks(4, course, tmp_path / "kept", dict(options))
+    assert ranks(4, course, tmp_path / "cast", options | CAST) == kept
+
+
+def on_mesh(name, options):
+    """Losses and all bits of a course on a mesh, with kept weights and with cast ones; what the latter holds of them."""
+    family, degrees = MESHES[name]
+    schedule, mesh = "zbv" if name == "zbv" else None, zero3d.Mesh(**degrees)
+    count, found, held = 4 if mesh.pp > 1 else 2 * mesh.dp // mesh.sp, [], 0
+    for weights in ({}, CAST):
+        model = meshes.model_of(family, (1, 1, mesh.pp))
+        engine = meshes.engine_of(model, mesh, precision="bf16", stage=3, schedule=schedule, **options, **weights)
+        losses = []
+        for step in range(2):
+            given = meshes.own(meshes.micro_batches(step, count), mesh.row, mesh.dp // mesh.sp)
+            losses += [float(engine.train_batch(given)), float(engine.evaluate(given))]
+        found.append((losses, engine.fingerprint()))
+        held = engine.arena.held("parameters")
+        assert [each for each in engine.memory if each.planned not in (None, each.measured)] == []
+    return found, int(held)
+
+
+@pytest.mark.parametrize("name", [
+    name if name in ("pp", "edp") else pytest.param(name, marks=pytest.mark.long) for name in MESHES
+])  # fmt: skip
+def test_every_axis_computes_with_cast_weights_and_keeps_none(ranks, name):
+    world = math.prod(degree for axis, degree in MESHES[name][1].items() if axis in ("dp", "tp", "pp"))
+    for (kept, cast), held in ranks(world, on_mesh, name, {}):
+        assert cast == kept
+        assert held == 0
+
+
+MODES = {
+    "exact": {"exact": True}, "averages": {"ema": 0.5, "optimizer": adamw}, "replay": {"replay": 1},
+    "muon": {"optimizer": muon(lr=0.01)}, "8 bits": {"optimizer": adamw8bit(lr=0.01)},
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_other_modes_compute_with_cast_weights(ranks, mode):
+    for (kept, cast), _ in ranks(2, on_mesh, "sp", MODES[mode]):
+        assert cast == kept
+
+
+def test_ledger_and_arena_equal_the_formulas(ranks):
+    for planned, measured, arena, states, held, _ in ranks(2, account, dict(CAST)):
+        assert measured == {key: tuple(value) for key, value in planned.items()}
+        assert arena["parameters"] == states.parameters == held["parameters"]
+        assert math.ceil(arena["padding"]) == held["padding"]
+        assert arena["wire"] == arena["gathered"] == arena["bucket"] == 0
+
+
+def alive():
+    """Bytes of weights between steps, kept and cast, of a rank's shard; peaks in a step and their bounds."""
+    rank, found = torch.distributed.get_rank(), []
+    for options in ({}, CAST, CAST | {"gather_wire": "int8"}):
+        engine = engine_of(**options)
+        engine.arena.reset_peaks()
+        engine.backward(loss_of(engine, batch(0, rank)))
+        engine.step()
+        bounds = transient_bounds(engine, 1)
+        peaks = {category: int(engine.arena.peak(category)) for category in bounds}
+        found.append((int(engine.arena.live("parameters")), peaks, bounds))
+    return found
+
+
+def test_nothing_of_weights_is_there_between_steps_and_casts_find_room_in_what_is_gathered(ranks):
+    for kept, cast, coded in ranks(2, alive):
+        assert kept[0] > cast[0] == coded[0] == 0
+        for _, peaks, bounds in (kept, cast, coded):
+            assert {category: peak for category, peak in peaks.items() if peak > bounds[category]} == {}
+        assert cast[1]["gathered"] == kept[1]["gathered"]
+        assert cast[1]["wire"] <= kept[1]["wire"]
+
+
+def test_one_rank_keeps_masters_alone(ranks):
+    batches = [batch(step) for step in range(3)]
+    kept, cast = engine_of(), engine_of(**CAST)
+    assert train_engine(cast, batches) == train_engine(kept, batches)
+    assert cast.arena.live("parameters") == 0 < kept.arena.live("parameters")
+    assert planned_bytes(cast).parameters == 0
+
+
+def unfrozen():
+    """Bits of a course in which a whole unit is trained after all, kept and cast, and bytes of weights before and after."""
+    rank, found = torch.distributed.get_rank(), []
+    for options in ({}, CAST):
+        model = build("net")
+        model.layers[1].requires_grad_(False)
+        engine = engine_of(model, **options)
+        seen = [train_engine(engine, [batch(0, rank)])]
+        before = int(engine.arena.live("parameters"))
+        engine.unfreeze("layers.1.*")
+        seen.append(train_engine(engine, [batch(1, rank)]))
+        engine.freeze("layers.1.*")
+        seen.append(train_engine(engine, [batch(2, rank)]))
+        found.append((seen, before, int(engine.arena.live("parameters"))))
+        assert [each for each in engine.memory if each.planned not in (None, each.measured)] == []
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_unit_that_is_trained_after_all_gives_its_shard_back(ranks, world):
+    for (kept, *_), (cast, before, after) in ranks(world, unfrozen):
+        assert cast == kept
+        assert before > 0
+        assert after == (before if world == 1 else 0)  # one rank alone had all of it in use: it stays whole
+
+
+def overflowing(folder):
+    """What saving says where a master is finite and its weight is not."""
+    engine = engine_of(precision="fp16", **CAST)
+    with engine.full_params(), torch.no_grad():
+        engine.module.head.weight[0, 0] = 1.0
+    masters = engine.units[-1].weights.masters
+    masters.stored[:1] = 1e6
+    with pytest.raises(Zero3dError, match="are NaN or infinite") as refused:
+        engine.export(folder)
+    return str(refused.value)
+
+
+def test_weights_that_a_cast_makes_infinite_are_not_exported(ranks, tmp_path):
+    assert all(said.startswith("head.weight has values") for said in ranks(2, overflowing, tmp_path / "out"))
+
+
+def written():
+    """Bits after writes through full_params(), of kept and cast weights, and whether reading alone changes a master."""
+    rank, found = torch.distributed.get_rank(), []
+    for options in ({}, CAST):
+        engine = zero3d.Engine(build("net"), stage=3, optimizer=adamw, **options)
+        train_engine(engine, [batch(0, rank)])
+        before = engine.fingerprint()
+        with engine.full_params():
+            sum(float(p.detach().sum()) for p in engine.module.parameters())
+        read = engine.fingerprint() == before
+        with engine.full_params(), torch.no_grad():
+            engine.module.embed.weight[3].mul_(-0.5)
+        engine.backward(loss_of(engine, batch(1, rank)))
+        engine.step()
+        with engine.full_params():
+            found.append((read, bits(engine.module.parameters()), engine.fingerprint()))
+    return found
+
+
+def test_what_is_written_into_weights_goes_to_their_masters(ranks):
+    for kept, cast in ranks(2, written):
+        assert cast == kept
+        assert cast[0]
