@@ -27,6 +27,7 @@ def result_of(steps, before=0):
         memory=[MemoryRow("communication buffers", "bf16 + fp32 + int64", LARGE, True, LARGE, True)],
         traffic=[TrafficRow("send_backward (pp)", moved, moved, True)],
         peak_memory=500_000_000,
+        peak_held=77,
         peak_reserved=None,
         held_out_loss=2.0,
         averaged_loss=float("nan"),

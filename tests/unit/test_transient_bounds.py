@@ -11,6 +11,8 @@ from models import adamw
 from pipelines import covering
 from tensors import tiny
 
+from zero3d.engine.auto_offload import bytes_needed
+from zero3d.memory.arena import STATES
 from zero3d.train.measure import transient_bounds
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -18,8 +20,12 @@ from instruments.races import Model, alone_in, collectives_of, lonely_mesh
 
 
 def held(engine, count):
-    """The most that was held of each kind, and the bound."""
-    return {kind: (int(engine.arena.peak(kind)), bound) for kind, bound in transient_bounds(engine, count).items()}
+    """The most that was held of each kind, and of all together by what auto-offload counts, and the bound."""
+    bounds, need = transient_bounds(engine, count), bytes_needed(engine._parts)
+    together = sum(int(engine.arena.at_peak(kind)) for kind in (*STATES, *bounds) if kind != "padding")
+    return {kind: (int(engine.arena.peak(kind)), bound) for kind, bound in bounds.items()} | {
+        "together": (together, need.states + sum(need.others.values()))
+    }
 
 
 def peaks(n, stage, count, **options):
