@@ -207,7 +207,7 @@ def test_json_has_everything_that_the_text_has(plan):
     assert told["plans"]
     assert told["tried"] > len(told["plans"])
     assert {"reason", "plans", "excess_bytes", "nearest", "of_host"} == set(told["rejected"][0])
-    assert {"change", "memory_bytes", "seconds"} == set(told["what_if"][0])
+    assert {"change", "memory_bytes", "seconds", "moved"} == set(told["what_if"][0])
     assert [rung["rung"] for rung in told["ladder"]] == ["1", "2", "3", "2 + offload", "3 + offload"]
     first = told["plans"][0]
     assert sum(first["seconds"]["parts"].values()) == pytest.approx(first["seconds"]["mid"])
