@@ -291,13 +291,14 @@ def missed(rejection: Rejection) -> str:
 
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
-    yield "What if one setting of the first plan changed (memory of the fullest GPU, time of a step, what moves the peak):"
+    what = "memory of the fullest GPU, time of a step, what moves the peak"
+    yield f"What if one setting of the first plan changed ({what}):"
     rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster)
     yield from columns(rows, "<>><<") if rows else ["   nothing to change"]
 
 
 def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, cluster: ClusterSpec) -> list[tuple[str, ...]]:
-    """Return rows of a table: change, memory, time of a step, what moves the peak and when that is, and what is too small.
+    """Return rows of a table: change, memory, time of a step, what moves the peak, when that is, and what is too small.
 
     That is a GPU's limit, or a node's tiers.
     """

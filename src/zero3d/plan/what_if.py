@@ -26,7 +26,7 @@ SAME = 5e-4  # part of a plan's memory: a smaller change is none
 
 
 class Moved(NamedTuple):
-    """Says what has moved a peak most: a category of what is alive at it, and by how many bytes. instant: of the new one.
+    """Says what has moved a peak most: a category of what is alive at it, and by how many bytes. instant: the new one.
 
     Where another instant is the fullest now, the category's bytes at both are compared.
     """
