@@ -58,6 +58,11 @@ def test_a_narrow_table_wraps_its_words_and_cuts_no_figure(table, figures, width
     assert all(len(line) <= width for line in text.splitlines())
 
 
+def test_what_is_held_at_one_time_stands_below_the_peaks_of_several():
+    text = " ".join(printed(memory_table(result_of(2)), 80).split())
+    assert "states and buffers together: 77 at the fullest" in text
+
+
 def shown(result, monkeypatch):
     monkeypatch.setattr("zero3d.train.report.write_png", lambda _: "loss curve: loss.png")
     monkeypatch.setattr("zero3d.train.report.shown_path", str)
