@@ -72,7 +72,7 @@ def test_no_buffer_exceeds_its_bound_and_what_travels_reaches_it(n, stage, count
 MOVING = ("gathered", "bucket", "wire")
 
 
-@pytest.mark.parametrize(("stage", "count"), [(0, 1), (1, 2), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "count"), [(0, 1), (1, 2), (3, 2)])
 def test_what_auto_counts_for_an_engine_is_what_a_plan_has_at_its_instants_without_activations(stage, count):
     with alone_in(2), collectives_of(Model()):
         options = {"stage": stage, "accumulate": count, "precision": "bf16", "optimizer": adamw}
