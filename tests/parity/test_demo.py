@@ -73,6 +73,8 @@ def test_memory_is_what_the_formulas_say(run):
         assert rows[consumer]["measured"] == rows[consumer]["formula"] > 0
     for consumer in ("temporary: gathered", "temporary: bucket", "temporary: wire"):
         assert 0 < rows[consumer]["measured"] <= rows[consumer]["formula"]
+    of_the_engine = sum(row["measured"] for name, row in rows.items() if name != "activations")
+    assert rows["optimizer states"]["measured"] < run[2]["peak_held"] < of_the_engine  # which are of several instants
     assert rows["activations"]["measured"] > 0
     assert all(row["agrees"] in (True, None) for row in rows.values())
 

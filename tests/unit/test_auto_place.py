@@ -25,7 +25,7 @@ from zero3d.spec.offload import Offload
 
 GB = 10**9
 OTHERS = {"weights": 20 * GB, "gradients": 10 * GB, "gathered units": 4 * GB, "activations": 6 * GB}
-NEED = Need(states=60 * GB, record=GB // 5, passing=GB, others=OTHERS)
+NEED = Need(states=60 * GB, record=GB // 5, passing=GB, instants={"logits": OTHERS})
 
 
 def placed(device, host=200, disk=False, need=NEED):
@@ -48,6 +48,27 @@ def test_as_much_leaves_as_is_too_much_and_buffers_for_it(device, leaves):
     assert stay + sum(OTHERS.values()) + NEED.passing <= device * GB
 
 
+def test_what_is_held_at_different_times_is_not_added_up():
+    """Logits are there while gradients are not: the fullest of both instants decides, and is named."""
+    alternating = {
+        "logits": {"weights": 20 * GB, "activations": 15 * GB},
+        "end": {"weights": 20 * GB, "gradients": 19 * GB},
+    }
+    need = NEED._replace(instants=alternating)
+    assert placed(99, need=need)[:2] == ("none", 1.0)
+    choice = placed(98, need=need)
+    assert choice.fraction == 0.034  # 2 GB of 60: 1 GB too much, and buffers
+    assert "weights 20.00 GB + gradients 19.00 GB = 99.00 GB (end)" in choice.why
+    both = {"logits": {**alternating["logits"], "gradients": 19 * GB}}  # of several micro-batches a step
+    assert placed(98, need=NEED._replace(instants=both)).fraction == 0.284
+
+
+def test_gradients_leave_by_the_instants_at_which_there_are_any():
+    instants = {"logits": {"activations": 70 * GB}, "end": {"weights": 20 * GB, "gradients": 19 * GB}}
+    need = NEED._replace(instants=instants)
+    assert gradients_short_of(need, Room(40 * GB, None, False), 1.0) == 0
+
+
 def test_the_host_comes_before_a_disk_and_a_disk_before_an_error():
     assert placed(80, host=22, disk=True)[:2] == placed(80, host=22)[:2] == ("host", 0.35)
     assert placed(80, host=21, disk=True)[:2] == ("disk", 0.35)  # whole records: 0.2 GB more
@@ -55,7 +76,7 @@ def test_the_host_comes_before_a_disk_and_a_disk_before_an_error():
         placed(80, host=21)
     said = str(caught.value)
     assert "optimizer states 60.00 GB + weights 20.00 GB + gradients 10.00 GB" in said
-    assert "= 100.00 GB, and its device has 80.00 GB, the host 21.00 GB: 21.20 GB have no place" in said
+    assert "= 100.00 GB (logits), and its device has 80.00 GB, the host 21.00 GB: 21.20 GB have no place" in said
     assert "offload.directory=FOLDER" in said
 
 
@@ -93,14 +114,14 @@ def test_what_does_not_fit_without_any_states_is_said():
 def test_the_arithmetic_is_in_one_line():
     assert placed(80).why == (
         "a rank needs optimizer states 60.00 GB + weights 20.00 GB + gradients 10.00 GB + gathered units 4.00 GB + "
-        "activations 6.00 GB = 100.00 GB, and its device has 80.00 GB, the host 200.00 GB: 21.00 GB leave for the host "
+        "activations 6.00 GB = 100.00 GB (logits), and its device has 80.00 GB, the host 200.00 GB: 21.00 GB leave for the host "
         "(with 1.00 GB of buffers through which they pass)"
     )
-    assert placed(120).why.endswith("= 100.00 GB, and its device has 120.00 GB: nothing leaves it")
+    assert placed(120).why.endswith("= 100.00 GB (logits), and its device has 120.00 GB: nothing leaves it")
 
 
 def test_a_rank_without_states_has_nothing_that_could_leave():
-    empty = Need(0, 0, 0, {"weights": 2 * GB})
+    empty = Need(0, 0, 0, {"rest": {"weights": 2 * GB}})
     assert auto_place(empty, Room(2 * GB, None, False))[:2] == ("none", 1.0)
     assert auto_place(empty, Room(GB, 10 * GB, False))[:2] == ("host", 1.0)
     with pytest.raises(OutOfBudget, match=r"which is the host's: 0 B have no place"):

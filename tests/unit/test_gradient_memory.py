@@ -54,6 +54,36 @@ def held(engine):
 FLOAT = torch.float32
 
 
+def test_an_arena_knows_what_was_there_at_its_fullest_instant():
+    arena = Arena(torch.device("cpu"))
+    arena.allocate("parameters", 4, 3, FLOAT)
+    memory = GradientMemory(arena, 4, 4, FLOAT)
+    memory.drain()
+    gathered = arena.borrow("gathered", 6, FLOAT)
+    arena.give_back("gathered", gathered)
+    memory.fill()
+    wire = arena.borrow("wire", 3, FLOAT)
+    arena.give_back("wire", wire)
+    kinds = ("parameters", "padding", "gradients", "gathered", "wire")
+    assert [arena.at_peak(kind) for kind in kinds] == [12, 4, 16, 0, 12]
+    assert [arena.peak(kind) for kind in kinds] == [12, 4, 16, 24, 12]
+    arena.reset_peaks()
+    assert [arena.at_peak(kind) for kind in kinds] == [12, 4, 16, 0, 0]
+
+
+def test_what_an_engine_says_of_its_fullest_instant_is_of_one_time():
+    with alone_in(2), collectives_of(Model()):
+        engine = engine_of(mesh=lonely_mesh(2), stage=3)
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        entries = {entry.category: entry for entry in engine.memory}
+    peaks, at_once = (sum(getattr(entry, name) for entry in entries.values()) for name in ("peak", "at_peak"))
+    assert at_once < peaks
+    assert all(entry.at_peak <= entry.peak for entry in entries.values())
+    assert entries["gradients"].now == 0 < entries["gradients"].at_peak
+
+
 def test_a_memory_that_comes_and_goes_is_counted_with_its_padding_and_for_the_last_time():
     arena = Arena(torch.device("cpu"))
     memory, other = (GradientMemory(arena, 16, Fraction(21, 2), FLOAT) for _ in range(2))

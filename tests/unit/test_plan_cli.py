@@ -188,12 +188,26 @@ def test_assert_fits_is_an_exit_code(plan, config):
     assert "Does not fit" in out
 
 
+def test_assert_fits_goes_by_what_is_alive_at_one_time(plan, config):
+    """Gradients count beside activations where a step has several micro-batches, and with one where it ends alone."""
+    words = ["explain", config, "--gpu", "cpu", "--margin", "0", "train.micro_batch=16"]
+    device, codes = {}, {}
+    for count in (1, 4):
+        device[count] = json.loads(plan(*words, f"train.accumulate={count}", "--json")[1])["memory"]["device"]
+    assert device[1] < device[4]
+    for count in (1, 4):
+        codes[count] = plan(
+            *words, f"train.accumulate={count}", "--assert-fits", f"{sum(device.values()) / 2e9:.6f}GB"
+        )[0]
+    assert codes == {1: 0, 4: 1}
+
+
 def test_json_has_everything_that_the_text_has(plan):
     told = json.loads(plan(*DEMO, "--json")[1])
     assert told["plans"]
     assert told["tried"] > len(told["plans"])
     assert {"reason", "plans", "excess_bytes", "nearest", "of_host"} == set(told["rejected"][0])
-    assert {"change", "memory_bytes", "seconds"} == set(told["what_if"][0])
+    assert {"change", "memory_bytes", "seconds", "moved"} == set(told["what_if"][0])
     assert [rung["rung"] for rung in told["ladder"]] == ["1", "2", "3", "2 + offload", "3 + offload"]
     first = told["plans"][0]
     assert sum(first["seconds"]["parts"].values()) == pytest.approx(first["seconds"]["mid"])

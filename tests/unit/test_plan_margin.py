@@ -51,6 +51,14 @@ def test_the_next_longer_sequence_and_the_next_larger_micro_batch_do_not_fit(act
     assert device(2048, found.micro_batch) <= limit < device(2048, found.micro_batch + 1)
 
 
+def test_a_step_of_several_micro_batches_ends_sooner_for_its_gradients_are_there_beside_logits():
+    plans = [ParallelPlan(stage=2, accumulate=count, activations="full") for count in (1, 2)]
+    needs = [evaluate(MODEL, PLACE, plan).memory for plan in plans]
+    assert needs[1].instant == "logits and loss"
+    found = [ends(MODEL, PLACE, plan, needs[1].device, evaluate) for plan in plans]
+    assert found[0].length > found[1].length == MODEL.length
+
+
 @pytest.mark.parametrize("part", [0.9, 1.5, 2.5])
 def test_ends_are_those_with_the_loss_in_tiles_where_a_run_may_have_them(part):
     """Logits of 4 GB begin at a micro-batch of 8: from there on a plan takes less memory than just below."""

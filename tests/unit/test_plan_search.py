@@ -32,7 +32,7 @@ from zero3d.plan.search import (
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds, Weight
 from zero3d.plan.time import faster_reduction
-from zero3d.plan.what_if import what_if
+from zero3d.plan.what_if import Moved, what_if
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.offload import Offload
 
@@ -258,6 +258,32 @@ def test_what_if_turns_one_knob_at_a_time():
         name = words.get(key, key).rpartition(".")[2]
         assert changed in ([name], ["micro_batch", "accumulate"])
         assert isclose(knob.memory, price(MODEL, A100, knob.plan).memory.allocated - row.estimate.memory.allocated)
+
+
+def test_what_if_says_which_category_moves_the_peak_and_when_that_is():
+    plan = ParallelPlan(dp=8, stage=2, accumulate=2, micro_batch=2, activations="full")
+    before = evaluate(MODEL, A100, plan)
+    moved = {knob.change: knob.moved for knob in what_if(Row(plan, before), MODEL, A100, evaluate)}
+    assert moved["zero.master: split"].category == "optimizer"
+    assert moved["zero.master: split"].instant == before.memory.instant
+    assert moved["zero.stage: 3"].category == "parameters"
+    assert moved["activations: none"].category == "activations"
+    larger = evaluate(MODEL, A100, plan.replace(micro_batch=4, accumulate=1)).memory
+    assert moved["train.micro_batch: 4"][:2] == (larger.instant, "activations")
+    assert None in moved.values()
+
+
+@pytest.mark.parametrize(("before", "now", "told"), [
+    ({"a": 10.0, "gradients": 30.0}, {"a": 60.0}, ("then", "a", 50.0)),
+    ({"a": 60.0}, {"a": 10.0, "gradients": 30.0}, ("then", "a", -50.0)),
+    ({"a": 10.0, "b": 5.0}, {"a": 5.0, "b": 10.0}, None),
+])  # fmt: skip
+def test_what_has_moved_is_what_changed_most_in_the_direction_of_the_whole(before, now, told):
+    memories = [
+        Memory(0.0, sum(parts.values()), 0.0, 0.0, 0.0, parts, instant)
+        for parts, instant in ((before, "at first"), (now, "then"))
+    ]
+    assert Moved.of(*memories) == told
 
 
 DECLARED = {  # keys whose declarations say what is tried

@@ -42,6 +42,22 @@ def test_the_engines_bytes_are_18_psi_cut_by_its_own_rules(capsys):
     assert found == [18 * 64, 4 * 64 + 4 + 12, 2 * 64 + 4 + 12, 2 + 4 + 12]
 
 
+def test_gradients_are_not_there_at_rest(capsys):
+    words = ["--params", "7.5e9", "--gpus", "64"]
+    found = json.loads(theory(capsys, *words, "--json"))["stage_3"]
+    psi = 7.5e9 / 64
+    assert found["paper"] == {"at_rest_bytes": 14 * psi, "end_of_backward_bytes": 16 * psi}
+    assert found["weights kept"] == {"at_rest_bytes": 14 * psi, "end_of_backward_bytes": 18 * psi}
+    assert found["weights cast"] == {"at_rest_bytes": 12 * psi, "end_of_backward_bytes": 16 * psi}
+    lines = (line.split("  ") for line in theory(capsys, *words).splitlines()[-6:-3])
+    shown = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert shown == [
+        ["paper", "1.6 GB", "(2 + 12) Psi/N", "1.9 GB", "(2 + 2 + 12) Psi/N"],
+        ["weights kept", "1.6 GB", "(2 + 12) Psi/N", "2.1 GB", "(2 + 4 + 12) Psi/N"],
+        ["weights cast", "1.4 GB", "12 Psi/N", "1.9 GB", "(4 + 12) Psi/N"],
+    ]
+
+
 def test_sixteen_bytes_per_parameter_term_by_term(capsys):
     report = json.loads(theory(capsys, "--json"))
     parts = report["examples"]["7B"]

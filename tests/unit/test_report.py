@@ -27,6 +27,7 @@ def result_of(steps, before=0):
         memory=[MemoryRow("communication buffers", "bf16 + fp32 + int64", LARGE, True, LARGE, True)],
         traffic=[TrafficRow("send_backward (pp)", moved, moved, True)],
         peak_memory=500_000_000,
+        peak_held=77,
         peak_reserved=None,
         held_out_loss=2.0,
         averaged_loss=float("nan"),
@@ -55,6 +56,11 @@ def test_a_narrow_table_wraps_its_words_and_cuts_no_figure(table, figures, width
     text = printed(table(result_of(2)), width)
     assert text.count(f"{LARGE:,}") == figures
     assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_what_is_held_at_one_time_stands_below_the_peaks_of_several():
+    text = " ".join(printed(memory_table(result_of(2)), 80).split())
+    assert "states and buffers together: 77 at the fullest" in text
 
 
 def shown(result, monkeypatch):

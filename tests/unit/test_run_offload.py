@@ -10,14 +10,17 @@ from models import adamw, build
 
 import zero3d
 from zero3d.account.transients import passing_bytes
-from zero3d.blueprint.auto import Room
+from zero3d.blueprint.auto import Room, auto_place
 from zero3d.checkpoint.fields import Field
 from zero3d.config import load
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket
+from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster as hardware
+from zero3d.plan.shapes import fused, llama
+from zero3d.plan.spec import ParallelPlan
 from zero3d.spec.offload import Offload
 from zero3d.train import offload
 from zero3d.train.folder import Folder
@@ -30,7 +33,7 @@ PARTS = {"parameters": 20 * GB, "gradients": 10 * GB, "optimizer": 60 * GB, "act
 
 def plan():
     """A plan whose fullest instant has these bytes."""
-    return PlannedRun(None, None, None, SimpleNamespace(memory=SimpleNamespace(parts=dict(PARTS))))
+    return PlannedRun(None, None, None, SimpleNamespace(memory=SimpleNamespace(parts=dict(PARTS), instant="logits")))
 
 
 def chosen(words, monkeypatch, room=None, checkpoint=None, planned=None, kept=None):
@@ -58,7 +61,7 @@ def test_rank_0s_plan_decides_activations_included(monkeypatch):
     auto = ["offload.optimizer=auto", "offload.executor=host"]
     section, lines = chosen(auto, monkeypatch, Room(66 * GB, 40 * GB, False), planned=plan())
     assert (section.optimizer, section.fraction, section.executor) == ("host", 0.5, "host")
-    assert "gradients 10.00 GB + activations 6.00 GB = 96.00 GB" in lines[0]
+    assert "gradients 10.00 GB + activations 6.00 GB = 96.00 GB (logits)" in lines[0]
     section, _ = chosen(auto, monkeypatch, Room(66 * GB, None, False), planned=plan())
     assert section.optimizer == "disk"  # whose folder is the output's
     section, _ = chosen(auto, monkeypatch, Room(99 * GB, None, False), planned=plan())
@@ -77,6 +80,28 @@ def test_what_passes_through_the_device_is_as_wide_as_an_engines_records(words, 
     need = offload.need_of(plan(), load({}, words), zero3d.Mesh())
     assert need.record == width * update_bucket("cpu")
     assert need.passing == passing_bytes("auto", need.record, "cpu", splits="zero.master=split" in words)
+
+
+def test_gradients_count_beside_logits_where_a_step_has_several_micro_batches():
+    """A model of 4 blocks with many words: its fullest instant is that of the loss, which with one has no gradients."""
+    model, cluster = fused(llama(4, 1024, 8, 8, 2816, 64_000, 4096)), hardware("h100", 1)
+    gradients = 4 * model.params
+    need = {}
+    for count in (1, 4):
+        plan = ParallelPlan(stage=2, accumulate=count, activations="full")
+        run = PlannedRun(model, cluster, plan, evaluate(model, cluster, plan))
+        need[count] = offload.need_of(run, load({}, [f"train.accumulate={count}"]), zero3d.Mesh())
+        assert need[count].fullest == "logits and loss"
+        held = run.estimate.memory
+        assert need[count].states + sum(need[count].others.values()) == pytest.approx(
+            held.allocated, abs=len(held.parts)
+        )
+    assert need[1].others.get("gradients", 0) == 0
+    assert need[4].others["gradients"] == gradients
+    rooms = {count: need[count].states + sum(need[count].others.values()) for count in need}
+    fits = Room(rooms[1], 10**12, False)
+    assert [auto_place(need[count], fits).optimizer for count in need] == ["none", "host"]
+    assert rooms[4] - rooms[1] == pytest.approx(gradients, rel=0.01)
 
 
 @pytest.mark.parametrize("planned", [None, "no plan to compare this run with: it is short"])

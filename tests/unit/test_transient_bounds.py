@@ -11,6 +11,11 @@ from models import adamw
 from pipelines import covering
 from tensors import tiny
 
+from zero3d.engine.auto_offload import bytes_needed
+from zero3d.memory.arena import STATES
+from zero3d.plan.memory import instants
+from zero3d.plan.spec import ParallelPlan
+from zero3d.sim.model_spec import trace
 from zero3d.train.measure import transient_bounds
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -18,8 +23,12 @@ from instruments.races import Model, alone_in, collectives_of, lonely_mesh
 
 
 def held(engine, count):
-    """The most that was held of each kind, and the bound."""
-    return {kind: (int(engine.arena.peak(kind)), bound) for kind, bound in transient_bounds(engine, count).items()}
+    """The most that was held of each kind, and of all together by what auto-offload counts, and the bound."""
+    bounds, need = transient_bounds(engine, count), bytes_needed(engine._parts)
+    together = sum(int(engine.arena.at_peak(kind)) for kind in (*STATES, *bounds) if kind != "padding")
+    return {kind: (int(engine.arena.peak(kind)), bound) for kind, bound in bounds.items()} | {
+        "together": (together, need.states + sum(need.others.values()))
+    }
 
 
 def peaks(n, stage, count, **options):
@@ -58,6 +67,25 @@ def test_no_buffer_exceeds_its_bound_and_what_travels_reaches_it(n, stage, count
         assert {kind: both for kind, both in found.items() if both[0] > both[1]} == {}
     peak, bound = backwards["wire"]
     assert peak == bound or (options == "exact" and (n == 1 or 2 * peak >= bound))  # whose tree is not always full
+
+
+MOVING = ("gathered", "bucket", "wire")
+
+
+@pytest.mark.parametrize(("stage", "count"), [(0, 1), (1, 2), (3, 2)])
+def test_what_auto_counts_for_an_engine_is_what_a_plan_has_at_its_instants_without_activations(stage, count):
+    with alone_in(2), collectives_of(Model()):
+        options = {"stage": stage, "accumulate": count, "precision": "bf16", "optimizer": adamw}
+        need = bytes_needed(engine_of(tiny("llama"), lonely_mesh(2), **options)._parts)
+    planned = dict(instants(trace(tiny("llama"), 16), ParallelPlan(dp=2, stage=stage, accumulate=count)))
+    step = planned.pop("optimizer step")
+    counted = need.instants["optimizer step"]
+    assert (counted["weights"], counted["gradients"], counted["scratch"]) == (
+        step["parameters"], step["gradients"], step["wire"],
+    )  # fmt: skip
+    assert need.states == step["optimizer"]
+    held = [sum(parts[name] for name in ("parameters", "gradients", *MOVING)) for parts in planned.values()]
+    assert max(held) <= sum(need.instants["backward"].values())
 
 
 def through_a_ring():

@@ -17,7 +17,9 @@ With `reduce: every_step` stages 2 and 3 have stage 1's gradients, with `release
 parameters, with `weights: cast` none beside wider masters. A frozen parameter has a weight only. A second shard of
 gathered weights (zero.second_shard) is w/RANKS more of parameters at stage 3, in blocks of 8 bits (1 + 4/256)/RANKS. An
 element of padding costs what a parameter does. Gradients on the device are there from their first use in a step to the
-unit's update: all of them at the end of a step's last backward.
+unit's update: none at rest, all of them at the end of a step's last backward. With Adam in bf16 stage 3 has w + k = 14
+bytes a parameter over N at rest, 12 with `weights: cast`, and a = 4 more at that end; the paper's, whose gradients are
+of 16 bits, 14 and 16.
 Source of the paper's figures: Rajbhandari et al., "ZeRO" (2020), section 5 and figure 1.
 """
 
@@ -49,6 +51,11 @@ class StateBytes(NamedTuple):
     @property
     def total(self) -> Fraction:
         return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def at_rest(self) -> Fraction:
+        """Return what is there between two steps, and until the first gradients of one come."""
+        return self.parameters + self.optimizer
 
     def times(self, params: int) -> StateBytes:
         """Scale bytes per parameter to `params` parameters."""

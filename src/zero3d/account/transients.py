@@ -119,6 +119,40 @@ def sum_of_sources(unit: UnitPlan, elements: int) -> int:
     return apart * elements * master.itemsize
 
 
+def reduction_bytes(plan: UnitPlan, layout: UnitLayout, micro_batches: int) -> tuple[int, int]:
+    """Return the most bytes of one reduction: what travels, until it is over; shards, while terms are added up.
+
+    messages     a rank's own slot stays: (N-1)/N of a unit received and, if it travels in another dtype, cast to go
+    all-to-all   terms in 16 bits, and exact ones: a unit received, a unit cast
+    sums         all others: a unit cast; a shard received, unless it lands where it stays
+
+    Experts' gradients of several sources are summed to a unit in the reduced dtype first, exact ones in a tree.
+    Terms are added up in a shard from the second micro-batch on; exact ones in as many as the tree over ranks is deep.
+    """
+    shard, master = layout.shard, plan.policy.master
+    n, exact = plan.cut.size, plan.policy.exact
+    whole = sum_of_sources(plan, layout.total)
+    tree = exact * whole * plan.sources.bit_length()
+    if n == 1:
+        return whole, exact * shard * master.itemsize + tree
+    how = reduction_of(plan, micro_batches)
+    moving = how.nbytes(shard)
+    deep = n.bit_length() if exact else int(how.terms and adds_to_shard(plan, micro_batches))
+    return whole + moving, deep * shard * master.itemsize + tree
+
+
+def reductions_bytes(units: Iterable[BlueprintUnit], micro_batches: int) -> int:
+    """Return an upper bound of the bytes of trained units' reductions under way, of which one is being added up."""
+    both = [reduction_bytes(plan, layout, micro_batches) for _, plan, layout in units]
+    return IN_FLIGHT * max((moving for moving, _ in both), default=0) + max((adding for _, adding in both), default=0)
+
+
+def local_bytes(unit: UnitPlan, elements: int) -> int:
+    """Return the bytes of a unit's local gradients that come and go with a backward, of so many elements."""
+    of = unit.gradients
+    return 0 if of is None or of.kept else unit.sources * elements * of.local.itemsize
+
+
 def gathered_at_once(units: Iterable[BlueprintUnit], device: str) -> tuple[int, int]:
     """Return upper bounds of bytes of gathered weights: of whole units, and of messages in blocks and their scratch.
 

@@ -3,9 +3,12 @@
 An engine asks before its units are built, and a run that has a plan before that; they differ in what they know:
 
                  of an engine                               of a plan
-    need         its units, of activations nothing          all parts at the fullest instant
+    need         its units, of activations nothing          all parts
     room         every rank's: the furthest choice counts   the least of any rank
     rates        measured, or of data sheets for slots      the cluster's
+
+A need is that of the fullest instant: what is alive at one time. So gradients count beside logits where a step has
+several micro-batches, and with one they do not: none have come by then.
 
     offload.optimizer=auto
         states + others <= device       nothing leaves
@@ -49,21 +52,31 @@ LINK, MEMORY = 20e9, 100e9  # bytes/s that nobody has measured: of an accelerato
 class Need(NamedTuple):
     """Bytes that a rank needs on its device.
 
-    states   of its optimizer
-    record   of them that leave together, at most
-    passing  of buffers through which records pass, once any has left
-    others   everything else, by name
+    states    of its optimizer
+    record    of them that leave together, at most
+    passing   of buffers through which records pass, once any has left
+    instants  everything else that is alive at one time, by instant and name
     """
 
     states: int
     record: int
     passing: int
-    others: Mapping[str, int]
+    instants: Mapping[str, Mapping[str, int]]
+
+    @property
+    def fullest(self) -> str:
+        """Return the instant at which most is alive: states are there at all of them."""
+        return max(self.instants, key=lambda instant: sum(self.instants[instant].values()))
+
+    @property
+    def others(self) -> Mapping[str, int]:
+        """Return what is alive then beside the optimizer's states, by name."""
+        return self.instants[self.fullest]
 
     def __str__(self) -> str:
         parts = {"optimizer states": self.states, **self.others}
         total = " + ".join(f"{name} {decimal(nbytes)}" for name, nbytes in parts.items() if nbytes)
-        return f"{total} = {decimal(sum(parts.values()))}"
+        return f"{total} = {decimal(sum(parts.values()))} ({self.fullest})"
 
 
 class Room(NamedTuple):
@@ -129,7 +142,8 @@ def furthest(choices: Iterable[Placed]) -> Placed:
 
 def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
     """Return the bytes that a device lacks for gradients beside all else that stays; negative where some are left."""
-    return int(sum(need.others.values()) + need.passing + (1 - fraction) * need.states) - room.device
+    most = max(sum(parts.values()) for parts in need.instants.values() if "gradients" in parts)
+    return int(most + need.passing + (1 - fraction) * need.states) - room.device
 
 
 def gradients_place(short: int) -> tuple[str, str]:

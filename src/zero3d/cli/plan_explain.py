@@ -189,9 +189,9 @@ def _lines(explained: Explained) -> Iterator[str]:
     yield from plan_text.time_lines(row, cluster)
     yield from plan_text.cost_lines(estimate, cluster, explained.tokens, explained.price)
     yield ""
-    yield "What if, one setting changed:"
+    yield "What if, one setting changed (memory, time of a step, what moves the peak):"
     knobs = what_if(row, model, cluster, evaluate)
-    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, explained.limit, cluster), "<>><")
+    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, explained.limit, cluster), "<>><<")
     for note in estimate.notes:
         yield f"Note: {note}"
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from zero3d.account.states import StateBytes
 from zero3d.errors import ConfigError, short
 from zero3d.page.text import SUFFIXES, columns, count, size, trim
-from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, breakdown
+from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, at_stage_3, breakdown
 
 MOST_PARAMS, MOST_DIGITS = 10**18, 9  # more is a typing error
 FORMULAS = (  # the paper's, and this engine's in bf16
@@ -64,6 +65,7 @@ def as_json(params: int, gpus: int, stages: Sequence[StageTheory]) -> dict[str, 
         "gpus": gpus,
         "k": K,
         "stages": {str(row.stage): _stage_json(row, stages[0]) for row in stages},
+        "stage_3": {name: _moments_json(states) for name, states in at_stage_3(params, gpus).items()},
         "mixed_precision": _breakdown_json(breakdown(params)),
         "examples": {label: _breakdown_json(breakdown(psi)) for label, psi in EXAMPLES},
     }
@@ -90,6 +92,10 @@ def _states_json(states: StateBytes) -> dict[str, int | float]:
     return {name: number(value) for name, value in states._asdict().items()}
 
 
+def _moments_json(states: StateBytes) -> dict[str, int | float]:
+    return {"at_rest_bytes": number(states.at_rest), "end_of_backward_bytes": number(states.total)}
+
+
 def _breakdown_json(parts: Breakdown) -> dict[str, int]:
     return {**parts._asdict(), "optimizer": parts.optimizer, "total": parts.total}
 
@@ -103,10 +109,11 @@ def number(value: Fraction | int) -> int | float:
 
 
 def as_text(params: int, gpus: int, stages: Sequence[StageTheory]) -> str:
-    """Return three tables and what they mean."""
+    """Return four tables and what they mean."""
     cluster = f"N = {gpus} GPU{'s' if gpus > 1 else ''}"
     head = f"Psi = {count(params)} parameters, {cluster}, K = {K} optimizer bytes per parameter (Adam, mixed precision)"
-    return "\n".join([head, "", *_states(stages), "", *_mixed(params), "", *_traffic(stages, gpus)])
+    tables = (_states(stages), _mixed(params), _traffic(stages, gpus), _moments(params, gpus))
+    return "\n".join([head, *(line for table in tables for line in ("", *table))])
 
 
 def _states(stages: Sequence[StageTheory]) -> Iterator[str]:
@@ -187,3 +194,21 @@ def _traffic(stages: Sequence[StageTheory], gpus: int) -> Iterator[str]:
     yield "   in fp32 and gathers parameters in bf16."
     yield "   Optimizer states never travel: each rank updates only the slice whose fp32 master, m and v it holds;"
     yield "   gradients come in, new parameters go out, and K stands in no traffic formula."
+
+
+def _moments(params: int, gpus: int) -> Iterator[str]:
+    yield "4. When that is there: at stage 3, per GPU"
+    rows = [("", "at rest", "", "end of the backward", "")]
+    for name, states in at_stage_3(params, gpus).items():
+        rest, terms = states._replace(gradients=Fraction(0)), partial(_terms, params=params, gpus=gpus)
+        rows.append((name, size(rest.total), terms(rest), size(states.total), terms(states)))
+    yield from columns(rows, "<><><")
+    yield "   Gradients come with a step's backward and go with its update. With several micro-batches a step they"
+    yield "   are there from its first backward on, so also beside the logits of the next. 16-bit weights stay"
+    yield "   beside their fp32 masters, or are cast from them in each gather (zero.weights)."
+
+
+def _terms(states: StateBytes, params: int, gpus: int) -> str:
+    """Write the bytes of a parameter that N ranks share, term by term."""
+    terms = [trim(float(part * gpus / params)) for part in states if part]
+    return f"{' + '.join(terms)} Psi/N" if len(terms) == 1 else f"({' + '.join(terms)}) Psi/N"

@@ -29,7 +29,8 @@ class MemoryEntry(NamedTuple):
 
     planned   by formula (`account.states.unit_bytes`, padding from the layouts); None for transient ones
     measured  in the arena when all of it is there: gradients and their padding come and go with a step
-    peak      most in the arena at any instant
+    peak      most in the arena at any instant; those of several categories are of different ones
+    at_peak   in the arena at the instant at which it holds most of all together
     now       in the arena at this one
     """
 
@@ -38,6 +39,7 @@ class MemoryEntry(NamedTuple):
     planned: int | None
     measured: int
     peak: int
+    at_peak: int
     now: int
 
 
@@ -61,7 +63,7 @@ def notes_memory(method: Method) -> Method:
 
 def frozen_entry(nbytes: int) -> list[MemoryEntry]:
     """Return the entry of frozen parameters' values as they came, where any are kept."""
-    return [MemoryEntry("frozen originals", HOST, nbytes, nbytes, nbytes, nbytes)] if nbytes else []
+    return [MemoryEntry("frozen originals", HOST, nbytes, nbytes, nbytes, nbytes, nbytes)] if nbytes else []
 
 
 def describe_memory(entries: Sequence[MemoryEntry]) -> str:
@@ -112,6 +114,7 @@ class Accounts:
                 ceil(planned.get((category, place), 0)) if category in STATES else None,
                 ceil(arena.held(category)),
                 ceil(arena.peak(category)),
+                ceil(arena.at_peak(category)),
                 ceil(arena.live(category)),
             )
             for place, arena in self._arenas.items()
@@ -121,7 +124,8 @@ class Accounts:
 
     @staticmethod
     def _of_inputs(inputs: HostSlots) -> MemoryEntry:
-        return MemoryEntry("activations", HOST, None, inputs.footing.host, inputs.peak.host, inputs.footing.host)
+        now, peak = inputs.footing.host, inputs.peak.host
+        return MemoryEntry("activations", HOST, None, now, peak, peak, now)
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:

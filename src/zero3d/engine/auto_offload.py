@@ -23,7 +23,14 @@ import torch
 
 from zero3d.account.optimizers import OptimizerBytes
 from zero3d.account.states import NO_BYTES, Held, unit_bytes
-from zero3d.account.transients import gathered_at_once, passing_bytes, whole_units
+from zero3d.account.transients import (
+    gathered_at_once,
+    local_bytes,
+    master_scratch,
+    passing_bytes,
+    reductions_bytes,
+    whole_units,
+)
 from zero3d.blueprint.auto import (
     LINK,
     MEMORY,
@@ -134,27 +141,33 @@ def state_kinds(base: Foundation) -> StateKinds:
 
 
 def bytes_needed(base: Foundation) -> Need:
-    """Return what this rank is about to hold on its device, padding apart; of activations nothing is known.
+    """Return what this rank is about to hold on its device, padding of states apart; of activations nothing is known.
 
-    All states are counted as if they stayed there, but for weights and gradients that are known to leave.
+    All states are counted as if they stayed there, but for weights and gradients that are known to leave. Without
+    activations the fullest instants are those at which all gradients have come, or nearly all.
     """
-    policy, device = base.policy, base.axes.arena.device.type
-    states, longest, kinds = NO_BYTES, 0, state_kinds(base)
-    reduced = dict[str, int]()
+    policy, device, units = base.policy, base.axes.arena.device.type, list(base.blueprint.units)
+    states, longest, masters, kinds = NO_BYTES, 0, 0, state_kinds(base)
     for spec in base.specs:
-        plan, size = base.blueprint.plans[spec.name], sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
-        if plan.gradients is not None and not plan.gradients.kept:
-            reduced[spec.name] = plan.sources * size
+        plan = base.blueprint.plans[spec.name]
         held, record = _of_unit(base, spec, plan, kinds)
         states, longest = states + held.states, max(longest, record)
-    others = {
-        "weights": ceil(states.parameters),
-        "gradients": ceil(states.gradients),
-        "gathered units": sum(gathered_at_once(base.blueprint.units, device)),
-        "gradients of units": whole_units(reduced.items()) if policy.often else 0,
+        masters += base.updated(spec, base.blueprint.layouts[spec.name]).elements if spec.trainable else 0
+    trained = [unit for unit in units if unit.plan.gradients is not None]
+    local = [(name, local_bytes(plan, layout.total)) for name, plan, layout in trained]
+    held_at_both = {"weights": ceil(states.parameters), "gradients": ceil(states.gradients)}
+    instants = {
+        "backward": held_at_both
+        | {
+            "gathered units": sum(gathered_at_once(units, device)),
+            "gradients of units": whole_units(local),
+            "reductions": reductions_bytes(trained, base.options.accumulate),
+        },
+        "optimizer step": held_at_both
+        | {"scratch": (policy.splits or policy.casts) * master_scratch(masters, device, policy.splits)},
     }
     passing = passing_bytes(base.options.offload.executor, longest, device, policy.splits)
-    return Need(ceil(states.optimizer), longest, passing, others)
+    return Need(ceil(states.optimizer), longest, passing, instants)
 
 
 def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds) -> tuple[Held, int]:
@@ -199,13 +212,18 @@ def _room_for(base: Foundation) -> Room:
 def _furthest(base: Foundation, need: Need, room: Room) -> Placed:
     """Return the choice of the rank whose states must go furthest, on all ranks."""
     host = -1 if room.host is None else room.host
-    row = [need.states, need.record, need.passing, room.device, host, *need.others.values()]
+    names = [(instant, name) for instant, parts in need.instants.items() for name in parts]
+    row = [need.states, need.record, need.passing, room.device, host]
+    row += [need.instants[instant][name] for instant, name in names]
     world = base.axes.world
     rows = world.exchange(torch.tensor(row, dtype=torch.float64, device=base.mesh.device))
     told = [int(value) for value in world.read(rows.flatten(), row * world.size)]
     choices = []
     for start in range(0, len(told), len(row)):
         states, record, passing, device, host, *others = told[start : start + len(row)]
-        of_rank = Need(states, record, passing, dict(zip(need.others, others, strict=True)))
+        instants: dict[str, dict[str, int]] = {}
+        for (instant, name), nbytes in zip(names, others, strict=True):
+            instants.setdefault(instant, {})[name] = nbytes
+        of_rank = Need(states, record, passing, instants)
         choices.append(auto_place(of_rank, room._replace(device=device, host=None if host < 0 else host)))
     return furthest(choices)

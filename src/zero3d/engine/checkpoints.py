@@ -122,7 +122,7 @@ class Checkpoints:
         if not self._saves.held:
             return []
         held = self._saves.held
-        return [MemoryEntry(COPY, HOST, self._saves.planned, held, held, held)]
+        return [MemoryEntry(COPY, HOST, self._saves.planned, held, held, held, held)]
 
     def fingerprint(self) -> str:
         """Return one hash of all masters and optimizer states; all ranks call it."""

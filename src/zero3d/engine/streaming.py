@@ -122,7 +122,8 @@ class WeightStreams:
     @property
     def memory(self) -> list[MemoryEntry]:
         """Return the entry of buckets, where a stream has held any."""
-        return [MemoryEntry(CATEGORY, HOST, self._peak, self._held, self._peak, self._held)] if self._peak else []
+        held, peak = self._held, self._peak
+        return [MemoryEntry(CATEGORY, HOST, peak, held, peak, peak, held)] if peak else []
 
     def stream(self, dtype: str | None, bucket_bytes: int | str, adapters: str) -> Buckets:
         """Return the generator that `Engine.stream_weights` promises."""

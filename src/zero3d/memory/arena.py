@@ -76,6 +76,8 @@ class Arena:
         self.place = place
         self._live: dict[str, Fraction | int] = {}  # a transient buffer's are whole: Fractions take longer to add
         self._peak: dict[str, Fraction | int] = {}
+        self._total = self._most = 0  # of whole buffers, now and at the fullest instant
+        self._fullest: dict[str, Fraction | int] = {}  # by category then
         self._away: dict[str, Fraction | int] = {}  # of states that come and go: those that are without memory now
         self._stuck: set[int] = set()
         self._pinned = torch.empty(0, dtype=torch.uint8)
@@ -90,10 +92,17 @@ class Arena:
         self._live[category] = live
         self._peak[category] = max(self._peak.get(category, 0), live)
 
+    def _add(self, nbytes: int) -> None:
+        """Take a whole buffer, whose categories have been accounted, into the sum of all."""
+        self._total += nbytes
+        if self._total > self._most:
+            self._most, self._fullest = self._total, dict(self._live)
+
     def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat buffer for model states, `used` of its `elements` standing for parameters."""
         self._account(category, used * dtype.itemsize)
         self._account("padding", (elements - used) * dtype.itemsize)
+        self._add(elements * dtype.itemsize)
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
     def let_go(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> None:
@@ -105,16 +114,19 @@ class Arena:
         """Take a slab's memory on the account; used: the share of it that stands for parameters."""
         self._account(category, nbytes * used)
         self._account("padding", nbytes - nbytes * used)
+        self._add(nbytes)
 
     def reserve(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised flat buffer for states that come and go: `drain` and `fill` take the same `used`."""
         self._account(category, used * dtype.itemsize)
         self._account("padding", (elements - used) * dtype.itemsize)
+        self._add(elements * dtype.itemsize)
         return torch.empty(elements, dtype=dtype, device=self.device)
 
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised transient buffer, to be given back."""
         self._account(category, elements * dtype.itemsize)
+        self._add(elements * dtype.itemsize)
         again = None if self.used is None else self.used.again(elements, dtype)
         if again is not None:
             return again
@@ -124,6 +136,7 @@ class Arena:
     def give_back(self, category: str, buffer: Tensor) -> None:
         """Take a transient buffer off the account; its owner drops the reference."""
         self._account(category, -buffer.numel() * buffer.dtype.itemsize)
+        self._add(-buffer.numel() * buffer.dtype.itemsize)
         if self.used is not None:
             self.used.keep(buffer)
 
@@ -139,10 +152,11 @@ class Arena:
         nbytes = sign * buffer.dtype.itemsize
         if used is None:
             self._account(category, nbytes * buffer.numel())
-            return
-        for name, elements in ((category, used), ("padding", buffer.numel() - used)):
-            self._account(name, nbytes * elements)
-            self._away[name] = self._away.get(name, 0) - nbytes * elements
+        else:
+            for name, elements in ((category, used), ("padding", buffer.numel() - used)):
+                self._account(name, nbytes * elements)
+                self._away[name] = self._away.get(name, 0) - nbytes * elements
+        self._add(nbytes * buffer.numel())
 
     def forget(self, category: str, buffer: Tensor, used: Fraction | int) -> None:
         """Hear that a buffer which is without memory is never filled again."""
@@ -202,6 +216,10 @@ class Arena:
         """Return the most bytes held at any instant since the last `reset_peaks`."""
         return Fraction(self._peak.get(category, 0))
 
+    def at_peak(self, category: str) -> Fraction:
+        """Return the bytes held at the instant since the last `reset_peaks` at which most was held of all together."""
+        return Fraction(self._fullest.get(category, 0))
+
     def held(self, category: str) -> Fraction:
         """Return the bytes of states when all of them are there: of gradients and padding those without memory, too."""
         return self.live(category) + self._away.get(category, 0)
@@ -209,6 +227,8 @@ class Arena:
     def reset_peaks(self) -> None:
         """Start measuring peaks anew."""
         self._peak = dict(self._live)
+        self._fullest = dict(self._live)
+        self._most = self._total
 
 
 def device_values(values: Sequence[float], device: torch.device) -> Tensor:

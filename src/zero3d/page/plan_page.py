@@ -275,9 +275,9 @@ def _what_if(answer: Answer) -> Markup:
     rows = knob_rows(answer.knobs, answer.best, answer.target.limit, answer.cluster)
     title = "What if one setting of the best plan changed"
     remark = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
-    head = ("Setting", "Memory", "Step", "")
+    head = ("Setting", "Memory", "Step", "What moves the peak", "")
     return frame.card(
-        title, remark, frame.table(title, head, rows, "<>><") if rows else frame.paragraph("Nothing to change.")
+        title, remark, frame.table(title, head, rows, "<>><<") if rows else frame.paragraph("Nothing to change.")
     )
 
 

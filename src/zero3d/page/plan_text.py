@@ -17,7 +17,7 @@ from zero3d.plan.margin import MARGIN, ORIGIN, Ends, Range
 from zero3d.plan.rollout import Rollout, Split
 from zero3d.plan.search import DEVICE_MEMORY, LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
-from zero3d.plan.what_if import WhatIf
+from zero3d.plan.what_if import Moved, WhatIf
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
@@ -291,23 +291,32 @@ def missed(rejection: Rejection) -> str:
 
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
-    yield "What if one setting of the first plan changed (memory of the fullest GPU, time of a step):"
+    what = "memory of the fullest GPU, time of a step, what moves the peak"
+    yield f"What if one setting of the first plan changed ({what}):"
     rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster)
-    yield from columns(rows, "<>><") if rows else ["   nothing to change"]
+    yield from columns(rows, "<>><<") if rows else ["   nothing to change"]
 
 
 def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, cluster: ClusterSpec) -> list[tuple[str, ...]]:
-    """Return rows of a table: change, memory, time of a step, and whether a GPU's limit and a node's tiers fit it."""
+    """Return rows of a table: change, memory, time of a step, what moves the peak, when that is, and what is too small.
+
+    That is a GPU's limit, or a node's tiers.
+    """
     mid = row.estimate.seconds.mid
     return [
         (
             knob.change,
             f"{knob.memory / GIB:+.1f} GiB",
             f"{100 * knob.seconds / mid:+.1f} %",
+            _moved(knob.moved),
             _misfit(knob.estimate.memory, limit, cluster),
         )
         for knob in knobs
     ]
+
+
+def _moved(moved: Moved | None) -> str:
+    return "" if moved is None else f"{moved.category} {moved.nbytes / GIB:+.1f} GiB at {moved.instant}"
 
 
 def _misfit(memory: Memory, limit: float, cluster: ClusterSpec) -> str:
@@ -616,7 +625,15 @@ def ways_json(found: Iterable[tuple[str, Row | None]]) -> dict[str, Any]:
 
 def knobs_json(knobs: Sequence[WhatIf]) -> list[dict[str, Any]]:
     """Return single changes as plain values."""
-    return [{"change": knob.change, "memory_bytes": knob.memory, "seconds": knob.seconds} for knob in knobs]
+    return [
+        {
+            "change": knob.change,
+            "memory_bytes": knob.memory,
+            "seconds": knob.seconds,
+            "moved": None if knob.moved is None else knob.moved._asdict(),
+        }
+        for knob in knobs
+    ]
 
 
 def cost_json(estimate: Estimate, cluster: ClusterSpec, tokens: float | None, price: float | None) -> dict[str, Any]:

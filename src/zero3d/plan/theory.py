@@ -1,6 +1,7 @@
 """The ZeRO paper's tables for any model and cluster, and the engine's own figures beside them.
 
     bytes     fp16 weights 2 Psi + fp16 gradients 2 Psi + optimizer K Psi, K = 12: fp32 master, m, v
+    when      gradients come with a backward, and go with the update: nobody has them at rest
     traffic   ring all-reduce 2 Psi (N-1)/N = reduce-scatter + all-gather, Psi (N-1)/N each
 
 Source: Rajbhandari et al., "ZeRO" (2020), sections 3.1 (mixed precision), 5 (figure 1) and 7.
@@ -8,15 +9,21 @@ Source: Rajbhandari et al., "ZeRO" (2020), sections 3.1 (mixed precision), 5 (fi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero3d.account.states import StateBytes, engine_bytes, paper_bytes
 from zero3d.account.traffic import gathered_width, traffic_elements
 from zero3d.blueprint.stages import STAGES, stage_row
+from zero3d.spec.zero import CAST, KEPT
 
 HALF, FULL, K = 2, 4, 12  # bytes of fp16 or bf16, of fp32, of the optimizer per parameter: fp32 master, m and v
 NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # the paper's names of stages 0-3
+ENGINES: Mapping[str, Mapping[str, Any]] = {  # name of a row -> settings of `engine_bytes`
+    "weights kept": {"weights": KEPT},
+    "weights cast": {"weights": CAST},
+}
 EXAMPLES = (("7B", 7 * 10**9), ("1.5B", 15 * 10**8))  # a common size, and the paper's GPT-2 (section 3.1)
 
 
@@ -67,6 +74,12 @@ class StageTheory(NamedTuple):
         """Return reduce-scatters and all-gathers as multiples of Psi (N-1)/N elements."""
         unit = traffic_elements(self.stage, params=2, n=2)  # Psi (N-1)/N = 1
         return int(unit["reduce_scatter"]), int(unit["all_gather"])
+
+
+def at_stage_3(params: int, gpus: int) -> dict[str, StateBytes]:
+    """Return the bytes of a rank at stage 3, by whose count that is: the paper's, and those of an engine."""
+    engines = {name: engine_bytes(3, gpus, **settings).times(params) for name, settings in ENGINES.items()}
+    return {"paper": paper_bytes(3, params, gpus, K), **engines}
 
 
 def breakdown(params: int) -> Breakdown:

@@ -16,22 +16,49 @@ from zero3d.plan.decided import algorithm_on, policy_of, usual_unit
 from zero3d.plan.network import Groups
 from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.plan.sequence import sp_refused
-from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import NODE
 
 Settings = Mapping[str, Any]
+SAME = 5e-4  # part of a plan's memory: a smaller change is none
+
+
+class Moved(NamedTuple):
+    """Says what has moved a peak most: a category of what is alive at it, and by how many bytes. instant: the new one.
+
+    Where another instant is the fullest now, the category's bytes at both are compared.
+    """
+
+    instant: str
+    category: str
+    nbytes: float
+
+    @classmethod
+    def of(cls, before: Memory, now: Memory) -> Moved | None:
+        """Return what has moved most in the direction of the whole; None where this is as it was, or is known alone."""
+        change = now.allocated - before.allocated
+        names = {**before.parts, **now.parts}
+        if not names or abs(change) < SAME * before.allocated:
+            return None
+        by = {name: now.parts.get(name, 0.0) - before.parts.get(name, 0.0) for name in names}
+        category = max(by, key=lambda name: by[name] if change > 0 else -by[name])
+        return cls(now.instant, category, by[category])
 
 
 class WhatIf(NamedTuple):
-    """One knob turned: what it does to memory (bytes) and to the step (seconds), and the estimate then."""
+    """One knob turned: what it does to memory (bytes) and to the step (seconds), and the estimate then.
+
+    moved  what moved the peak of memory; None where it stays
+    """
 
     change: str
     plan: ParallelPlan
     memory: float
     seconds: float
     estimate: Estimate
+    moved: Moved | None
 
     @property
     def rounds(self) -> bool:
@@ -48,7 +75,8 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
             estimate = evaluate(model, cluster, plan)
             memory = estimate.memory.allocated - row.estimate.memory.allocated
             seconds = estimate.seconds.mid - row.estimate.seconds.mid
-            changes.append(WhatIf(_change(settings), plan, memory, seconds, estimate))
+            moved = Moved.of(row.estimate.memory, estimate.memory)
+            changes.append(WhatIf(_change(settings), plan, memory, seconds, estimate, moved))
     return sorted(changes, key=lambda knob: knob.memory / max(knob.seconds / row.estimate.seconds.mid, 1e-3))
 
 

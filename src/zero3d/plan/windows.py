@@ -20,7 +20,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zero3d.account.states import GradientBytes, gradient_bytes
-from zero3d.account.transients import arriving_bytes, reduction_of, sum_of_sources, sum_over_copies, sums_of_copies
+from zero3d.account.transients import (
+    arriving_bytes,
+    local_bytes,
+    reduction_of,
+    sum_of_sources,
+    sum_over_copies,
+    sums_of_copies,
+)
 from zero3d.blueprint.unit import Kind
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
 from zero3d.distributed.unit_order import AHEAD, IN_FLIGHT, ROOT
@@ -208,10 +215,7 @@ def _full_bytes(unit: RankUnit) -> int:
 
 def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes of local gradients that come and go with a backward."""
-    of = unit.plan(plan)
-    if of.gradients is None or of.gradients.kept:
-        return 0
-    return of.sources * unit.layout.total * of.gradients.local.itemsize
+    return local_bytes(unit.plan(plan), unit.layout.total)
 
 
 def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:

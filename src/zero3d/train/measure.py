@@ -28,22 +28,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.account.transients import (
-    adds_to_shard,
     arriving_bytes,
     gathered_at_once,
     gradient_staging,
     master_scratch,
     record_scratch,
-    reduction_of,
+    reductions_bytes,
     ring_bytes,
-    sum_of_sources,
     sum_over_copies,
     sums_of_copies,
     whole_units,
 )
 from zero3d.blueprint.blueprint import Blueprint, BlueprintUnit
-from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.unit_order import IN_FLIGHT, LEAVING
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
@@ -187,16 +183,16 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     gathered  stage 3, more ranks than one: the root all the time, two blocks at a hand-over, AHEAD units ahead
     bucket    stages 2, 3, more ranks than one: the root's gradients all the time, two units filling, IN_FLIGHT being
               reduced; parts of tied parameters' gradients are summed in the reduced dtype
-    wire      gathers in blocks of 8 bits. IN_FLIGHT reductions (`reduction_bytes`), of which one is being added up, and
-              sums of shards over their copies behind them. Scratch in which masters are cast, those in halves updated,
-              or records. Besides, the ring of inputs of recomputed blocks on the host
+    wire      gathers in blocks of 8 bits. IN_FLIGHT reductions, of which one is being added up (`reductions_bytes`),
+              and sums of shards over their copies behind them. Scratch in which masters are cast, those in halves
+              updated, or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
     blueprint, device = engine.blueprint, engine.mesh.device.type
     policy, units = blueprint.policy, list(blueprint.units)
     full, messages = gathered_at_once(units, device)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
-    passing, moving, adding, wider = dict[str, int](), 0, 0, 1
+    passing, wider = dict[str, int](), 1
     for name, plan, layout in units:
         if plan.gradients is None:
             continue
@@ -204,8 +200,6 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             width = plan.kind.dtype.itemsize
             local = plan.gradients.travels if policy.exact else plan.gradients.local
             passing[name], wider = layout.total * width * plan.sources, max(wider, local.itemsize // width)
-        travelling, sums = reduction_bytes(plan, layout, micro_batches)
-        moving, adding = max(moving, travelling), max(adding, sums)
     local_gradients = whole_units(passing.items(), 2 * parts)
     deferred = [unit.layout.total for unit in engine.units if unit.deferred and unit.name in passing]
     tied = sum(deferred) * policy.master.itemsize
@@ -220,7 +214,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         "wire": ring
         + messages
         + max(
-            IN_FLIGHT * moving + adding + bytes_over_copies(engine),
+            reductions_bytes(_trained(blueprint), micro_batches) + bytes_over_copies(engine),
             master_scratch(masters, device, policy.splits),
             update,
             *(feature.scratch for feature in engine.features),
@@ -269,28 +263,6 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     passing = device != "cpu" and offload.optimizer != "none"
     ring = ring_bytes(wide * fields) if passing else 0
     return ring + staging, record_scratch(longest, device, splits, rounded, not splits, policy.narrow)
-
-
-def reduction_bytes(plan: UnitPlan, layout: UnitLayout, micro_batches: int) -> tuple[int, int]:
-    """Return the most bytes of one reduction: what travels, until it is over; shards, while terms are added up.
-
-    messages     a rank's own slot stays: (N-1)/N of a unit received and, if it travels in another dtype, cast to go
-    all-to-all   terms in 16 bits, and exact ones: a unit received, a unit cast
-    sums         all others: a unit cast; a shard received, unless it lands where it stays
-
-    Experts' gradients of several sources are summed to a unit in the reduced dtype first, exact ones in a tree.
-    Terms are added up in a shard from the second micro-batch on; exact ones in as many as the tree over ranks is deep.
-    """
-    shard, master = layout.shard, plan.policy.master
-    n, exact = plan.cut.size, plan.policy.exact
-    whole = sum_of_sources(plan, layout.total)
-    tree = exact * whole * plan.sources.bit_length()
-    if n == 1:
-        return whole, exact * shard * master.itemsize + tree
-    how = reduction_of(plan, micro_batches)
-    moving = how.nbytes(shard)
-    deep = n.bit_length() if exact else int(how.terms and adds_to_shard(plan, micro_batches))
-    return whole + moving, deep * shard * master.itemsize + tree
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -138,7 +138,7 @@ def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
     width = max(record_width(settings, DEVICE, matrix) for matrix in (True, False))
     record = min(states, width * update_bucket(kind))
     passing = passing_bytes(config.offload.executor, record, kind, policy_of(settings).splits)
-    return Need(states, record, passing, parts)
+    return Need(states, record, passing, {plan.estimate.memory.instant: parts})
 
 
 def as_measured(config: Config, engine: Engine) -> Config:

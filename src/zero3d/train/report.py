@@ -70,7 +70,10 @@ def memory_table(result: Result) -> Table:
     for row in result.memory:
         if row.place == DEVICE:
             table.add_row(shown(row.consumer, row.place), row.dtype, *_figures(row))
-    table.caption = "buffers and gathered weights: their peak. activations: kept by one forward pass."
+    table.caption = (
+        "buffers and gathered weights: their peak, each at its own instant; states and buffers together: "
+        f"{result.peak_held:,} at the fullest. activations: kept by one forward pass."
+    )
     return table
 
 
@@ -218,6 +221,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "skipped": result.history[-1]["skipped"] if result.history else 0,
         "sample": result.sample,
         "peak_memory": result.peak_memory,
+        "peak_held": result.peak_held,
         "peak_reserved": result.peak_reserved,
         "peak_host": result.peak_host,
         "memory": [row._asdict() for row in result.memory],

@@ -33,6 +33,7 @@ from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.losses import choose_loss
 from zero3d.setup.text_part import naming_text_part
 from zero3d.spec.bits import GIVEN
+from zero3d.spec.tiers import DEVICE
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
@@ -64,6 +65,7 @@ class Result:
 
     expert_load    tokens of each expert in this session, by layer of rank 0's pipeline stage
     fingerprint    of exact mode: of all masters and optimizer states at the end
+    peak_held      by the engine's states and buffers on the device together, at the instant at which these are most
     peak_reserved  by the allocator of the fullest accelerator; None on the CPU
     peak_host      by the ranks of the fullest host, each at its own peak
     averaged_loss  held-out, of averages of the weights, which are what is exported; NaN without train.ema
@@ -83,6 +85,7 @@ class Result:
     memory: Sequence[MemoryRow]
     traffic: Sequence[TrafficRow]
     peak_memory: int
+    peak_held: int
     peak_host: int
     held_out_loss: float
     reloaded_loss: float
@@ -220,7 +223,8 @@ def _finish(
     engine, folder, tokenizer = loop.engine, loop.folder, inputs.data.tokenizer
     micro_batches = inputs.batch.accumulate
     applied = sum(record["applied"] for record in loop.history)
-    memory = memory_rows(engine, engine.memory, activations.bytes, micro_batches)
+    entries = engine.memory
+    memory = memory_rows(engine, entries, activations.bytes, micro_batches)
     counts = SessionCounts(applied, len(loop.history) - applied, micro_batches, loop.tokens)
     traffic = traffic_rows(engine, loop.traffic, counts) if loop.history else []
     peak, reserved = fullest(engine, memory_peak(engine))
@@ -258,6 +262,7 @@ def _finish(
         memory=memory,
         traffic=traffic,
         peak_memory=peak,
+        peak_held=sum(entry.at_peak for entry in entries if entry.place == DEVICE),
         peak_reserved=reserved,
         peak_host=host_peak(engine),
         held_out_loss=losses(history, HELD_OUT)[-1] if history else math.nan,
