@@ -1,12 +1,14 @@
 """Weights that are cast from their masters in each gather: the same bits, nothing of them between uses, its own bytes."""
 
 import math
+from dataclasses import replace
 
 import meshes
 import pytest
 import torch
 from models import adamw, batch, bits, build, loss_of, planned_bytes, train_engine
 from test_gather_wires import MESHES, account, course, engine_of
+from training import save_model, save_rows, told, tree
 
 import zero3d
 from zero3d.errors import Zero3dError
@@ -172,3 +174,37 @@ def test_what_is_written_into_weights_goes_to_their_masters(ranks):
     for kept, cast in ranks(2, written):
         assert cast == kept
         assert cast[0]
+
+
+def run_with(folder, steps, flops):
+    """The lines that a run of so many steps says whose card has such a rate, and whether gathers cast."""
+    from zero3d.setup.build import build_engine
+    from zero3d.train.plan_check import run_cluster
+
+    built = []
+
+    def of_rate(*given):
+        found = run_cluster(*given)
+        return replace(found, gpu=replace(found.gpu, flops=flops))
+
+    def noted(*given):
+        built.append(build_engine(*given))
+        return built[-1]
+
+    made = tree(folder, f"{steps}-{flops:g}", precision="bf16", zero={"weights": "auto"}, train={"steps": steps})
+    _, lines = told(made, zero3d__train__plan_check__run_cluster=of_rate, zero3d__train__run__build_engine=noted)
+    return [line for line in lines if line.startswith("zero.weights=auto")], built[0].policy.from_masters
+
+
+@pytest.mark.parametrize(("steps", "flops", "chosen", "why"), [
+    (3, 1e6, "cast", "besides its update's a step casts 3 x"),
+    (3, 1e18, "kept", "besides its update's a step casts 3 x"),
+    (2, 1e6, "kept", "this run has no plan to choose by"),
+])  # fmt: skip
+def test_a_run_says_what_auto_becomes_and_its_engine_does_so(ranks, tmp_path, steps, flops, chosen, why):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    for said, casts in ranks(2, run_with, tmp_path, steps, flops)[:1]:
+        assert len(said) == 1
+        assert said[0].startswith(f"zero.weights=auto: {chosen}: {why}")
+        assert casts == (chosen == "cast")

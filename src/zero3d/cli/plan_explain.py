@@ -23,6 +23,7 @@ from zero3d.plan.memory import instants
 from zero3d.plan.rollout import Rollout, split
 from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.plan.weights import weights_note, with_weights
 from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import planned
@@ -108,6 +109,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     cluster = resized(cluster, plan.world)
     limit = limit_of(arguments, cluster)
     row = _first_that_fits(_with_places(plan, config), model, cluster, limit)
+    if plan.zero.weights == AUTO:
+        note = weights_note(model, row.plan.replace(weights=AUTO), cluster)
+        row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, note)))
     if config.zero.gather_budget is not None:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
@@ -140,7 +144,7 @@ def _with_places(plan: ParallelPlan, config: Config) -> list[ParallelPlan]:
 
 def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:
     """Return the first plan that a GPU and a host have room for, else the last."""
-    rows = [Row(plan, evaluate(model, cluster, plan)) for plan in plans]
+    rows = [Row(with_weights(model, plan, cluster), evaluate(model, cluster, plan)) for plan in plans]
     fits = (row for row in rows if row.estimate.memory.device <= limit and not row.estimate.memory.lacks(cluster))
     return next(fits, rows[-1])
 

@@ -15,6 +15,7 @@ kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `
 rollout                     a step of reinforcement learning, and its stream of weights
 saves                       bytes of the copy that a save behind training writes
 tier_time                   of states that leave the device
+weights                     whether weights are kept or cast, where a plan leaves that open
 profiles, profile_memory    other systems' ways with time and memory
 estimate                    `evaluate`: all of these together
 search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save

@@ -12,7 +12,7 @@ from zero3d.blueprint.layout import padding_warning
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.footprint import tiles_loss
-from zero3d.plan.kernels import IMBALANCE, digest
+from zero3d.plan.kernels import IMBALANCE, step_operations
 from zero3d.plan.memory import memory as engine_memory, memory_at_least
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
@@ -24,6 +24,7 @@ from zero3d.plan.states import check_rules, with_algorithm
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
+from zero3d.plan.weights import with_weights
 from zero3d.spec.tiers import TIERS
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
@@ -53,9 +54,7 @@ class Priced(Estimate):
         """Return the estimate of a plan. plan: with its algorithm and executor chosen."""
         priced = object.__new__(cls)
         tokens = plan.rows * plan.accumulate * plan.micro_batch * model.length
-        known = digest(model)
-        trained = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
-        vars(priced).update(memory=memory, tokens=tokens, flops=trained * tokens * _operations_per_token(model))
+        vars(priced).update(memory=memory, tokens=tokens, flops=step_operations(model, plan))
         vars(priced).update(_of=(model, cluster, plan, system))
         return priced
 
@@ -76,11 +75,6 @@ class Priced(Estimate):
         """Return what a reader must know of these figures."""
         model, cluster, plan, system = self._of
         return _notes(model, cluster, plan, self.memory, system.pace.as_zero3d)
-
-
-@lru_cache(maxsize=8)
-def _operations_per_token(model: ModelSpec) -> float:
-    return sum(part.operations.matrices + part.operations.scores for part in model.parts)
 
 
 def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str | Profile = "zero3d") -> Estimate:
@@ -106,13 +100,14 @@ def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, 
 
 @lru_cache(maxsize=64)
 def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, as_zero3d: bool) -> ParallelPlan:
-    """Return the plan with its algorithm and executor chosen. Raises ConfigError for what cannot be."""
+    """Return the plan with its algorithm, executor and weights chosen. Raises ConfigError for what cannot be."""
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
         check_rules(plan)
         virtual = Schedule.of(plan.schedule).chunks_per_rank
         plan = plan if plan.virtual == virtual else plan.replace(virtual=virtual)
     check_degrees(model, cluster, plan)
-    return chosen_executor(with_algorithm(plan, cluster), cluster)
+    plan = chosen_executor(with_algorithm(plan, cluster), cluster)
+    return with_weights(model, plan, cluster) if as_zero3d else plan
 
 
 def _notes(

@@ -195,6 +195,18 @@ def digest(model: ModelSpec) -> Digest:
     return Digest(shapes, numels, tuple(part.stacked for part in model.parts), sum(numels), model.trainable, width)
 
 
+def step_operations(model: ModelSpec, plan: ParallelPlan) -> float:
+    """Return the operations of a step on all ranks, without those of recomputation."""
+    tokens, known = plan.rows * plan.accumulate * plan.micro_batch * model.length, digest(model)
+    passes = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
+    return passes * tokens * _operations_per_token(model)
+
+
+@lru_cache(maxsize=8)
+def _operations_per_token(model: ModelSpec) -> float:
+    return sum(part.operations.matrices + part.operations.scores for part in model.parts)
+
+
 def _shape(part: Part, head: int, met: float) -> Shape:
     counts: dict[tuple[tuple[int, int], int | None, bool, bool], int] = {}
     for unit in part.units if part.kind != "embedding" else ():

@@ -85,6 +85,8 @@ def simulate(
     notes += ["model.linear=fp8 is left out: products in fp8 hold scales and copies beside these bytes."] * bool(
         config.model.linear
     )
+    if config.zero.weights == AUTO:
+        notes.append("zero.weights=auto: kept, as a plan alone chooses cast: pass zero.weights=cast to see it.")
     if degrees.ep > 1:
         notes.append(f"ep {degrees.ep} x edp {degrees.edp}: every expert was sent as many tokens as any other.")
     if said := results[0].images:

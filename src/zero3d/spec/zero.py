@@ -67,12 +67,15 @@ class Zero:
     weights: str = key(
         KEPT,
         "16-bit weights beside their masters between uses (stage 3): kept, a shard of them, or cast from the masters "
-        "in each gather, which takes 2 bytes less per parameter of the shard and one cast more per gather",
+        "in each gather, which takes 2 bytes less per parameter of the shard; auto: cast where that takes less than a "
+        "hundredth of a step by the plan's rates, which zero3d train and plan explain print, else kept",
         bits=None,
-        choices=(KEPT, CAST),
+        choices=(KEPT, CAST, "auto"),
+        said="{} weights",
         keyword="what stays of weights between their uses at stage 3, where masters are wider. kept: a shard; cast: "
         "nothing, a gather casts the masters: 2 bytes less per parameter over the ranks that share states, the same "
-        "bits",
+        "bits; auto: kept, as an engine alone knows no plan of its steps",
+        advice=Advice(CAST, lambda plan: plan.zero.stage == 3 and plan.shard > 1 and plan.pp == 1),
     )
     gather_budget: int | str | None = key(
         None,

@@ -25,6 +25,7 @@ measure            memory measured beside the formulas
 device_memory      what a device holds and its allocator has reserved
 traffic            bytes sent beside the formulas
 plan_check         the planner's figures, checked by the third step
+weights            weights kept or cast in gathers, as its plan says
 small_runs         steps of small models, by which a machine is calibrated
 exported_folder    the exported folder: written, put in place, loaded again
 sample             a text that the trained model goes on with

@@ -57,6 +57,7 @@ from zero3d.train.resume_settings import batches_of, describe, settings_of, with
 from zero3d.train.sample import sample
 from zero3d.train.start import Start, check_start
 from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
+from zero3d.train.weights import choose_weights
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         config, groups = agree(everyone, partial(with_groups, config, module, checkpoint))
         plan = plan_run(config, module, inputs.mesh, inputs.steps)
         built, chosen = choose(config, inputs.mesh, everyone, checkpoint, plan)
+        built, of_weights = choose_weights(built, inputs.mesh, everyone, plan)
+        chosen += of_weights
         fresh = _first_free(start, everyone) if config.output is None and may_use_folder(built) else None
     if fresh is not None:
         config, built = with_output(config, fresh.root), with_output(built, fresh.root)

@@ -1,0 +1,72 @@
+"""What `zero.weights=auto` becomes: by casts and products of a plan, kept where nothing can be cast, said with both."""
+
+import pytest
+
+from zero3d.plan.decided import policy_of
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.shapes import gpt
+from zero3d.plan.spec import ParallelPlan
+from zero3d.plan.weights import Casts, casts_of, weights_note, with_weights
+
+MODEL = gpt(layers=4, hidden=512, heads=8, vocab=2048, length=512)
+
+
+def plan(gpus=8, **settings):
+    """A plan whose weights are left open, and its cluster."""
+    settings = {"dp": gpus, "stage": 3, "weights": "auto"} | settings
+    return ParallelPlan(**settings), cluster("h100", gpus, 1)
+
+
+def test_more_casts_are_worth_a_hundredth_of_the_products():
+    casts = Casts(times=1, nbytes=18e9, seconds=0.00999, products=1.0)
+    assert casts.choice == "cast"
+    assert casts._replace(seconds=0.01).choice == "kept"
+
+
+def test_a_step_casts_once_for_every_gather_but_the_updates():
+    small, hardware = plan(accumulate=1)
+    one, four = (casts_of(MODEL, small.replace(accumulate=count), hardware) for count in (1, 4))
+    assert (one.times, four.times) == (1, 7)
+    assert one.nbytes == four.nbytes == 18 * MODEL.trainable / 8
+    assert four.products == pytest.approx(4 * one.products)
+    assert casts_of(MODEL, small.replace(precision="fp16"), hardware).nbytes == one.nbytes / 3
+    assert casts_of(MODEL, small.replace(second_shard=2), hardware).times == 0
+
+
+@pytest.mark.parametrize(("micro_batch", "chosen"), [(1, "kept"), (256, "cast")])
+def test_a_plan_has_the_bytes_and_seconds_of_what_auto_becomes(micro_batch, chosen):
+    left_open, hardware = plan(micro_batch=micro_batch)
+    settled = with_weights(MODEL, left_open, hardware)
+    assert settled.zero.weights == chosen
+    assert policy_of(settled).from_masters == (chosen == "cast")
+    found, wanted = evaluate(MODEL, hardware, left_open), evaluate(MODEL, hardware, left_open.replace(weights=chosen))
+    assert (found.memory, found.seconds) == (wanted.memory, wanted.seconds)
+    assert weights_note(MODEL, left_open, hardware).startswith(
+        f"zero.weights=auto: {chosen}: besides its update's a step"
+    )
+
+
+def test_cast_weights_take_less_memory_and_more_time():
+    left_open, hardware = plan(micro_batch=1)
+    kept, cast = (evaluate(MODEL, hardware, left_open.replace(weights=name)) for name in ("kept", "cast"))
+    assert kept.memory.parts["parameters"] > 0 == cast.memory.parts.get("parameters", 0)
+    more = cast.seconds.parts["dp"] + cast.seconds.parts["optimizer"]
+    assert more > kept.seconds.parts["dp"] + kept.seconds.parts["optimizer"]
+
+
+@pytest.mark.parametrize("settings", [
+    {"stage": 2}, {"precision": "fp32"}, {"master": "split"}, {"offload": "host"}, {"params": "host"},
+    {"pp": 2, "dp": 4, "accumulate": 2}, {"release": "every_step"}, {"dp": 1},
+], ids=str)  # fmt: skip
+def test_weights_that_cannot_be_cast_in_gathers_are_kept(settings):
+    left_open, hardware = plan(settings.get("dp", 8) * settings.get("pp", 1), micro_batch=512, **settings)
+    assert with_weights(MODEL, left_open, hardware).zero.weights == "kept"
+    why = weights_note(MODEL, left_open, hardware).removeprefix("zero.weights=auto: kept: ")
+    assert why.startswith("weights are whole for a step") or "zero.weights" in why
+
+
+def test_plans_of_what_is_not_left_open_stay_as_they_are():
+    for weights in ("kept", "cast"):
+        given, hardware = plan(weights=weights)
+        assert with_weights(MODEL, given, hardware) is given
