@@ -33,7 +33,11 @@ EXPERTS = {"dp": "plain dp, stage 3", "ep-exact": "ep, sources apart", "ep-fast"
            "transformers": "transformers' ep over FSDP2", "own forward": "no ep"}  # fmt: skip
 NAMES = {"ddp": "DDP", "fsdp2-noreshard": "FSDP2, no reshard", "fsdp2-reshard": "FSDP2, reshard",
          "plain": "no communication at all"}  # fmt: skip
-PEERS = {"zero3d-3": "fsdp2-reshard", "zero3d-2": "fsdp2-noreshard"}  # of stages, FSDP2's way to do the same
+PEERS = {
+    "zero3d-3": "fsdp2-reshard",
+    "zero3d-cast-3": "fsdp2-reshard",
+    "zero3d-2": "fsdp2-noreshard",
+}  # of stages, FSDP2's way to do the same
 
 
 def results(name: str) -> list[Any]:
@@ -59,6 +63,7 @@ def called(variant: str) -> str:
     """A variant as a reader knows it."""
     engine, _, stage = variant.rpartition("-")
     ours = {"zero3d": "zero3d stage", "zero3d-exact": "zero3d exact, stage", "deepspeed": "DeepSpeed stage"}
+    ours["zero3d-cast"] = "zero3d, cast weights, stage"
     return f"{ours[engine]} {stage}" if engine in ours else NAMES[variant]
 
 
@@ -129,17 +134,18 @@ def engine_steps(name: str) -> str:
 
 
 def engines_memory() -> str:
-    """Memory of stage 3 beside FSDP2's, by ranks, micro-batches and what is kept or trained."""
+    """Memory of stage 3 with cast weights beside FSDP2's, by ranks, micro-batches and what is kept or trained."""
     rows = []
     for run in results("engines-memory"):
         a = run["arguments"]
         how = "recomputation" if a["recompute"] else f"LoRA, rank {a['lora']}" if a["lora"] else "all trained"
         row = [how, f"{a['ranks']}", f"{a['accumulate']}"]
-        ours, peer = (run["variants"][name]["memory"] for name in ("zero3d-3", "fsdp2-reshard"))
-        judged = {target["kind"]: target for target in run["ratios"]}
+        cast, peer = (run["variants"][name]["memory"] for name in ("zero3d-cast-3", "fsdp2-reshard"))
+        judged = {(target["kind"], target["ours"]): target for target in run["ratios"]}
         for kind, key in MEMORY.items():
-            ratio, limit = judged[kind]["ratio"], judged[kind]["limit"]
-            row.append(f"{ours[key] / MIB:,.0f} for {peer[key] / MIB:,.0f} MiB: {ratio:.2f}x")
+            kept, ratio = (judged[kind, name]["ratio"] for name in ("zero3d-3", "zero3d-cast-3"))
+            limit = judged[kind, "zero3d-cast-3"]["limit"]
+            row.append(f"{cast[key] / MIB:,.0f} for {peer[key] / MIB:,.0f} MiB: {ratio:.2f}x (kept {kept:.2f}x)")
             row.append(f"{limit:.2f}x: {verdict([ratio], limit)}")
         rows.append(row)
     return table(["", "ranks", "micro-batches", *(cell for kind in MEMORY for cell in (kind, "target"))], rows)

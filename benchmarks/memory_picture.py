@@ -14,7 +14,11 @@ from typing import Any
 
 from demo_curves import digest
 
-WAYS = {"zero3d-3": ("zero3d, stage 3", "#1f4e8c"), "fsdp2-reshard": ("FSDP2, reshard", "#c3512f")}
+WAYS = {
+    "zero3d-3": ("zero3d, stage 3, weights kept", "#8fb3d9"),
+    "zero3d-cast-3": ("zero3d, stage 3, weights cast", "#1f4e8c"),
+    "fsdp2-reshard": ("FSDP2, reshard", "#c3512f"),
+}
 WIDE = 24  # an update, and rest after it, beside what lies between two layers
 MIB = 2**20
 

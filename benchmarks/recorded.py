@@ -66,8 +66,8 @@ def trains(*words: str) -> tuple[str, ...]:
 _MESHES = "train.batch=32 zero.stage=3 precision=fp32 train.steps=20"
 _ENGINES = "python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --json OUT"
 _MEMORY = (
-    "python benchmarks/engines.py --engines zero3d,fsdp2 --stages 3 --rounds 0 --family llama --micro-batch 2 --seq 64 "
-    "--model layers=10,d=512,vocab=16384 --json OUT"
+    "python benchmarks/engines.py --engines zero3d,fsdp2 --stages 3 --weights both --rounds 0 --family llama "
+    "--micro-batch 2 --seq 64 --model layers=10,d=512,vocab=16384 --json OUT"
 )
 _MEMORY_RUNS = [
     f"--ranks {ranks} --accumulate {count}{kept}"
