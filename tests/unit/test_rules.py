@@ -15,7 +15,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.spec.declaring import KEYWORDS, as_keyword, in_file
+from zero3d.spec.declaring import as_keyword, in_file, keyword_of
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import RULES, as_markdown, check, refusals
@@ -243,7 +243,7 @@ def test_verbs_refuse_in_these_words_what_follows_from_the_number_of_ranks(words
 @pytest.mark.parametrize(("spec", "begins", "_"), OF_ENGINES)
 def test_an_engine_is_refused_in_these_words_as_keywords(spec, begins, _):
     of_mesh = {key: value for key, value in asdict(spec.mesh).items() if key not in Degrees._fields}
-    of_zero = {KEYWORDS.get(f"zero.{key}", key): value for key, value in asdict(spec.zero).items()}
+    of_zero = {keyword_of("zero", key): value for key, value in asdict(spec.zero).items()}
     keywords = of_zero | of_mesh | {"precision": spec.precision, "ema": spec.ema, "replay": spec.replay}
     keywords["linear"] = spec.linear
     with pytest.raises(ConfigError) as refused:

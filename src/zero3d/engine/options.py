@@ -39,7 +39,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import Precision
 from zero3d.sequence.group import check_sequence
 from zero3d.sequence.positions import Positions
-from zero3d.spec.declaring import KEYWORDS as NAMES
+from zero3d.spec.declaring import keyword_of
 from zero3d.spec.optimizer import OptimizerRow
 from zero3d.spec.rules import check
 from zero3d.spec.sections import SECTIONS, Keywords, Place, Spec, by_section
@@ -185,7 +185,7 @@ def _keywords() -> Iterator[tuple[str, Place, Field[Any]]]:
         else:
             for key in fields(SECTIONS[each.name]):
                 if key.name not in Degrees._fields:
-                    yield NAMES.get(f"{each.name}.{key.name}", key.name), (each.name, key.name), key
+                    yield keyword_of(each.name, key.name), (each.name, key.name), key
 
 
 KEYWORDS: Keywords = MappingProxyType({name: place for name, place, _ in _keywords()})

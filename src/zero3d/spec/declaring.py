@@ -83,6 +83,11 @@ def whole_numbers(section: type, name: str) -> range:
     return range(bounds["least"], bounds["most"] + 1)
 
 
+def keyword_of(section: str, name: str) -> str:
+    """Return an Engine's keyword for a key of a section."""
+    return KEYWORDS.get(f"{section}.{name}", name)
+
+
 def noted_as(section: str, name: str) -> str:
     """Return the name under which checkpoints note a key's value: of an Engine's keyword that, else as in a file."""
     dotted = f"{section}.{name}" if section else name

@@ -6,9 +6,11 @@ from typing import Any
 
 from zero3d.config import Config, offload_of
 from zero3d.setup.build import precision_of
+from zero3d.spec.declaring import keyword_of
 
 
 def engine_options(settings: Config) -> dict[str, Any]:
     """Return section `zero`, precision, tiers and compilation as options of `zero3d.Engine`."""
     compiled = {"compile": True} if settings.train.compile else {}
-    return {**vars(settings.zero), "precision": precision_of(settings), "offload": offload_of(settings)} | compiled
+    zero = {keyword_of("zero", name): value for name, value in vars(settings.zero).items()}
+    return {**zero, "precision": precision_of(settings), "offload": offload_of(settings)} | compiled
