@@ -233,12 +233,16 @@ def ring_bytes(longest: int) -> int:
     return DEPTH * padded(longest)
 
 
-def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
+def passing_bytes(executor: str, record: int, device: str, splits: bool, temporaries: int = 0) -> int:
     """Return what a device holds for records that pass through it: a ring, and fp32 masters of those in halves.
 
-    record  bytes of the longest one
+    record       bytes of the longest one
+    temporaries  values that the optimizer makes of each element while it updates one
     """
-    return 0 if executor == HOST else ring_bytes(record) + record_scratch(update_bucket(device), device, splits)
+    if executor == HOST:
+        return 0
+    longest = update_bucket(device)
+    return ring_bytes(record) + record_scratch(longest, device, splits) + FP32 * temporaries * longest
 
 
 def gradient_staging(elements: int, policy: Policy) -> int:

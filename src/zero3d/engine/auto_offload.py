@@ -166,7 +166,7 @@ def bytes_needed(base: Foundation) -> Need:
         "optimizer step": held_at_both
         | {"scratch": (policy.splits or policy.casts) * master_scratch(masters, device, policy.splits)},
     }
-    passing = passing_bytes(base.options.offload.executor, longest, device, policy.splits)
+    passing = passing_bytes(base.options.offload.executor, longest, device, policy.splits, kinds.temporaries)
     return Need(ceil(states.optimizer), longest, passing, instants)
 
 
