@@ -1,17 +1,33 @@
 """Memory that a step makes and drops beside what an engine holds: portions of updates, and formulas that bound it."""
 
+import sys
+from functools import partial
 from itertools import accumulate, product
 from math import ceil
+from pathlib import Path
 
 import pytest
 import torch
 from buckets import buckets_of
-from models import batch, build, loss_of
+from meshes import micro_batches
+from models import adamw, batch, build, loss_of
+from tensors import tiny
 
 import zero3d
+from zero3d.account.transients import master_scratch
+from zero3d.memory.scratch import update_bucket, update_scratch
+from zero3d.optim import adamw8bit, muon
+from zero3d.optim.owners import WIRE
+from zero3d.plan.memory import IN_STEP
 from zero3d.sim.live import StorageTracker
-from zero3d.spec.optimizer import TEMPORARIES
+from zero3d.spec.optimizer import TEMPORARIES, temporary_elements
 from zero3d.zero.updates import in_portions, temporaries_of, updates_together
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from instruments.traffic import Stack
+
+SLACK = 300_000  # bytes of a process that comes and goes beside tensors: pages, numbers, Python's objects
 
 SIZES, ROOM = (4096, 1024, 2048, 4096, 512, 512), 6000
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -119,6 +135,16 @@ def test_an_optimizer_in_portions_is_the_same_behind_its_step_and_steps_once():
     assert optimizer.param_groups is groups
 
 
+def tracked(engine, work):
+    """The most bytes that work makes and drops beside what the engine holds."""
+    held = [tensor for unit in engine.units for tensor in (unit.weights.shard_or_full, unit.gradients.owned)]
+    held += [flat for *_, flat in engine.optimizer.flat_states()]
+    with StorageTracker() as live:
+        live.leave_out(*held)
+        work()
+    return most_alive(live)
+
+
 def alive_in_step(room):
     """The most bytes that a step of an engine makes and drops, what its formula says, and its elements."""
     torch.manual_seed(0)
@@ -129,19 +155,11 @@ def alive_in_step(room):
         )  # fmt: skip
         for step in range(2):
             engine.backward(loss_of(engine, batch(step)))
-            with StorageTracker() as live:
-                for unit in engine.units:
-                    live.leave_out(unit.weights.shard_or_full, unit.gradients.owned)
-                live.leave_out(*(flat for *_, flat in engine.optimizer.flat_states()))
-                engine.step()
+            found = tracked(engine, engine.step)
         optimizer = engine.optimizer.torch
         sizes = [piece.numel() for piece in optimizer.param_groups[0]["params"]]
-        numbers = 4 * 4 * len(sizes)  # norms, counts of steps
-        return (
-            most_alive(live) - numbers,
-            4 * temporaries_of(optimizer, optimizer.param_groups[0], sizes, CPU),
-            sum(sizes),
-        )
+        bound = 4 * temporaries_of(optimizer, optimizer.param_groups[0], sizes, CPU)
+        return found - 4 * 4 * len(sizes), bound, sum(sizes)  # apart from norms, and counts of steps
 
 
 def test_a_step_of_an_engine_makes_a_portion_and_not_a_value_of_every_parameter():
@@ -150,3 +168,95 @@ def test_a_step_of_an_engine_makes_a_portion_and_not_a_value_of_every_parameter(
     assert portion <= bound < all_ / 4
     assert all_ == 4 * elements
     assert all_ / 2 < at_once <= all_
+
+
+def alive_in_muon(case, batches):
+    """The most bytes that Muon makes of matrices in a step on this rank, and what its formula says."""
+    if case == "tp":
+        model, mesh = tiny("llama", intermediate_size=96), zero3d.Mesh(tp=2)
+    else:
+        model, mesh = tiny("gpt2"), zero3d.Mesh()  # with fused matrices
+    stage = 3 if case == "tp" else case
+    engine = zero3d.Engine(model, mesh=mesh, stage=stage, precision="bf16", clip_norm=0.5, optimizer=muon(lr=0.02))
+    orthogonal, found = engine.optimizer.orthogonal, []
+    (exchange,) = orthogonal._exchanges
+    exchange._batches = batches
+    engine.optimizer.orthogonal = lambda: found.append(tracked(engine, orthogonal))
+    for number in range(2):
+        engine.train_batch(micro_batches(number, 1))
+    tp = engine.mesh.place.tp
+    return max(found), WIRE * exchange.owners.working(exchange.comm.rank, batches, engine.mesh.tp, tp)
+
+
+def muon_in_ways():
+    return {way: alive_in_muon(*way) for way in ((0, False), (3, False), (3, True), ("tp", True))}
+
+
+def test_matrices_take_what_their_formula_says(ranks):
+    for of_rank in ranks(2, muon_in_ways):
+        for way, (made, bound) in of_rank.items():
+            assert 0.85 * bound <= made <= bound + 64, way
+
+
+def test_moments_in_8_bits_take_what_their_formula_says(monkeypatch):
+    room = 2048
+    monkeypatch.setattr("zero3d.optim.eight_bit.update_bucket", lambda device: room)
+    pieces = pieces_of((5000, 1000, 300, 4096))
+    optimizer = adamw8bit()(pieces)
+    optimizer.step()
+    blocks = [state[key] for state in optimizer.state.values() for key in optimizer.coded]
+    counts = [state["step"] for state in optimizer.state.values()]
+    with StorageTracker() as live:
+        live.leave_out(*pieces, *(piece.grad for piece in pieces), *counts)
+        live.leave_out(*(tensor for each in blocks for tensor in (each.codes, each.scales)))
+        optimizer.step()
+    assert (IN_STEP - 1) * room < most_alive(live) <= IN_STEP * room
+
+
+OF_A_STEP = {
+    "fp32": ({"precision": "fp32"}, adamw, lambda sizes: 0),
+    "casts": ({"precision": "bf16"}, adamw, lambda sizes: master_scratch(sum(sizes), "cpu", splits=False)),
+    "halves": (
+        {"precision": "bf16", "master": "split"}, adamw, lambda sizes: master_scratch(sum(sizes), "cpu", splits=True),
+    ),
+    "multi-tensor calls": (
+        {"precision": "fp32"}, partial(torch.optim.AdamW, foreach=True),
+        lambda sizes: 4 * temporary_elements("AdamW", True, sizes, update_bucket("cpu")),
+    ),
+    "tensor by tensor": (
+        {"precision": "fp32"}, partial(torch.optim.Adagrad, weight_decay=0.1),
+        lambda sizes: 4 * temporary_elements("Adagrad", False, sizes, update_bucket("cpu")),
+    ),
+    "8 bits": ({"precision": "fp32"}, adamw8bit(), lambda sizes: IN_STEP * update_scratch(sum(sizes), "cpu")),
+}  # fmt: skip
+
+
+def resident_in_steps():
+    """The most memory that the process takes in a step beside what it has before, and formulas; None where nobody says."""
+    from memory import gauge
+    from ranks import map_tensors
+
+    map_tensors()
+    memory, found = gauge(CPU, exact=True), {}
+    for case, (options, optimizer, formula) in OF_A_STEP.items():
+        engine = zero3d.Engine(
+            Stack(blocks=8, hidden=256), stage=2, optimizer=optimizer, clip_norm=1e-3, units=["layers.*"], **options
+        )
+        for _ in range(2):
+            engine.backward(engine(torch.randn(4, 256)).sum())
+            memory.reset()
+            before = memory.now()
+            if memory.peak() > before + SLACK:
+                return None  # the system does not let a process begin its peak anew
+            engine.step()
+        sizes = [piece.master.numel() for piece in engine.optimizer.pieces]
+        found[case] = memory.peak() - before, formula(sizes)
+    return found
+
+
+def test_memory_of_the_process_is_what_formulas_say_of_a_step(alone):
+    found = alone(resident_in_steps)
+    if found is None:
+        pytest.skip("the system does not let a process begin its peak anew (/proc/self/clear_refs)")
+    for case, (taken, bound) in found.items():
+        assert 0.8 * bound - SLACK <= taken <= bound + SLACK, case
