@@ -205,6 +205,7 @@ def test_records_that_pass_the_device_have_a_ring_and_masters_in_halves_are_wide
     assert passing_bytes("host", 4096, "cuda", splits=True) == 0
     assert passing_bytes("device", 4096, "cuda", splits=False) == 3 * 4096
     assert passing_bytes("device", 4096, "cuda", splits=True) == 3 * 4096 + 4 * update_bucket("cuda")
+    assert passing_bytes("device", 4096, "cuda", splits=True, temporaries=2) == 3 * 4096 + 3 * 4 * update_bucket("cuda")
 
 
 def test_records_pass_through_three_buffers_of_whole_blocks():

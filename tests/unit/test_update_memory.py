@@ -16,11 +16,13 @@ from tensors import tiny
 import zero3d
 from zero3d.account.transients import master_scratch
 from zero3d.memory.scratch import update_bucket, update_scratch
+from zero3d.offload.states import StateKinds
 from zero3d.optim import adamw8bit, muon
 from zero3d.optim.owners import WIRE
 from zero3d.plan.memory import IN_STEP
 from zero3d.sim.live import StorageTracker
 from zero3d.spec.optimizer import TEMPORARIES, temporary_elements
+from zero3d.zero.param_groups import OptimizerChoice
 from zero3d.zero.updates import in_portions, temporaries_of, updates_together
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -97,6 +99,12 @@ def test_fused_kernels_make_nothing_of_an_element():
     optimizer = torch.optim.AdamW(pieces, fused=True)
     assert temporaries_of(optimizer, optimizer.param_groups[0], SIZES, CUDA) == 0
     assert made_and_dropped(optimizer, pieces, ROOM) <= 4 * 2 * len(SIZES)
+
+
+@pytest.mark.parametrize(("options", "values"), [({}, 4), ({"foreach": True}, 1), ({"fused": True}, 0)])
+def test_what_an_optimizer_makes_of_an_element_is_known_before_there_are_units(options, values):
+    choice = OptimizerChoice({}, 2, lambda pieces: torch.optim.AdamW([p for group in pieces for p in group], **options))
+    assert StateKinds.of(choice, torch.float32, "fp32", CPU).temporaries == values
 
 
 class Own(torch.optim.AdamW):
