@@ -5,6 +5,7 @@ from functools import partial
 from itertools import accumulate, product
 from math import ceil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tensors import tiny
 
 import zero3d
 from zero3d.account.transients import master_scratch
+from zero3d.memory.budget import HostBudget
 from zero3d.memory.scratch import update_bucket, update_scratch
 from zero3d.offload.states import StateKinds
 from zero3d.optim import adamw8bit, muon
@@ -260,6 +262,43 @@ def resident_in_steps():
         sizes = [piece.master.numel() for piece in engine.optimizer.pieces]
         found[case] = memory.peak() - before, formula(sizes)
     return found
+
+
+def resident_in_norms():
+    """The most memory that the process takes for norms of gradients that wait in 16 bits, and the budget of the host."""
+    from memory import gauge
+    from ranks import map_tensors
+
+    map_tensors()
+    memory, asked = gauge(CPU, exact=True), {}
+    check = HostBudget.check
+    with mock.patch.object(HostBudget, "check", lambda budget, parts: (asked.update(parts), check(budget, parts))[1]):
+        engine = zero3d.Engine(
+            Stack(blocks=2, hidden=512), stage=2, optimizer=adamw, units=["layers.*"], precision="bf16",
+            offload={"optimizer": "host", "gradients": "host", "gradient_dtype": "bf16"},
+        )  # fmt: skip
+    measure = engine.optimizer.measure
+
+    def watched(*given):
+        memory.reset()
+        before = memory.now()
+        asked["begins anew"] = memory.peak() <= before + SLACK
+        found = measure(*given)
+        asked["taken"] = memory.peak() - before
+        return found
+
+    engine.optimizer.measure = watched
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, 512)).sum())
+        engine.step()
+    return asked
+
+
+def test_the_budget_of_the_host_has_room_for_norms_of_gradients_in_16_bits(alone):
+    asked = alone(resident_in_norms)
+    assert asked["norms of gradients"] == 4 * 512 * 512
+    if asked["begins anew"]:
+        assert 0.8 * 4 * 512 * 512 <= asked["taken"] <= 4 * 512 * 512 + SLACK
 
 
 def test_memory_of_the_process_is_what_formulas_say_of_a_step(alone):

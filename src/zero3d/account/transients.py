@@ -11,7 +11,7 @@ a reduction    what is received, and gradients that are cast to go, in slots of 
 messages       of units that are gathered in blocks of 8 bits: one is decoded, AHEAD on their way
 copies         of shards, over which a step's sums are taken: terms of IN_FLIGHT shards on their way, one being added up
 records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
-scratch        fp32 of what an update or a cast works on at a time
+scratch        fp32 of what an update, a cast or a norm works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
 """
 
@@ -260,6 +260,14 @@ def arriving_bytes(shards: Sequence[int], policy: Policy) -> int:
     wide, narrow = policy.master.itemsize, policy.held.itemsize * policy.narrow
     under_way, leaving = shards[-IN_FLIGHT:], shards[-IN_FLIGHT - LEAVING : -IN_FLIGHT]
     return sum(under_way) * (wide + narrow) + sum(leaving) * (narrow or wide)
+
+
+def norm_scratch(pieces: Iterable[int], policy: Policy, threads: int) -> int:
+    """Return the bytes in which norms are taken of gradients that wait on the host, in pieces of so many elements.
+
+    The host's kernel widens a piece that waits in fewer bits. Each thread has one at a time, the longest first.
+    """
+    return policy.narrow * policy.master.itemsize * sum(sorted(pieces, reverse=True)[:threads])
 
 
 def record_scratch(
