@@ -16,6 +16,7 @@ from tensors import tiny
 
 import zero3d
 from zero3d.account.transients import master_scratch
+from zero3d.engine.auto_offload import bytes_needed
 from zero3d.memory.budget import HostBudget
 from zero3d.memory.scratch import update_bucket, update_scratch
 from zero3d.offload.states import StateKinds
@@ -239,6 +240,15 @@ OF_A_STEP = {
     ),
     "8 bits": ({"precision": "fp32"}, adamw8bit(), lambda sizes: IN_STEP * update_scratch(sum(sizes), "cpu")),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["casts", "halves", "multi-tensor calls", "tensor by tensor"])
+def test_auto_counts_what_a_step_takes(case):
+    options, optimizer, formula = OF_A_STEP[case]
+    engine = zero3d.Engine(Stack(blocks=8, hidden=256), stage=2, optimizer=optimizer, units=["layers.*"], **options)
+    counted = bytes_needed(engine._parts).instants["optimizer step"]["scratch"]
+    bound = formula([piece.master.numel() for piece in engine.optimizer.pieces])
+    assert counted == (4 * update_bucket("cpu") * 3 if case == "tensor by tensor" else bound)
 
 
 def resident_in_steps():

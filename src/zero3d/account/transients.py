@@ -299,6 +299,17 @@ def master_scratch(elements: int, device: str, splits: bool) -> int:
     return FP32 * (update_scratch if splits else cast_scratch)(elements, device)
 
 
+def step_scratch(masters: int, longest: int, device: str, policy: Policy, temporaries: int) -> int:
+    """Return the bytes in which so many masters on the device are updated and cast to weights.
+
+    longest      elements of the longest piece of a parameter
+    temporaries  values that the optimizer makes of each element of a portion; masters in halves are beside these
+    """
+    cast = (policy.splits or policy.casts) * master_scratch(masters, device, policy.splits)
+    made = policy.master.itemsize * temporaries * min(masters, max(update_bucket(device), longest))
+    return cast + made if policy.splits else max(cast, made)
+
+
 def logits_bytes(tokens: int, vocabulary: int, itemsize: int) -> int:
     """Return the bytes of the logits of so many tokens at the peak of their loss.
 

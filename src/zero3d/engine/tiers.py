@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from zero3d.account.transients import norm_scratch
 from zero3d.blueprint.units import in_turn
-from zero3d.engine.auto_offload import decide_executor, state_kinds
+from zero3d.engine.auto_offload import decide_executor, piece_sizes, state_kinds
 from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
 from zero3d.offload.states import Placement, StateKinds, restarts_from
@@ -28,7 +27,7 @@ def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
     on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or base.policy.gradients
     threads = update_threads(base) if on_host else 1
-    norms = norm_scratch(_pieces(base), base.policy, 1 if mesh.on_cpu else threads)
+    norms = norm_scratch(piece_sizes(base), base.policy, 1 if mesh.on_cpu else threads)
     site = Site(axes.arena, axes.world, owner, base.precision.dtype, partial(host_share, base), threads, norms)
     stores = (mesh.make_stores or Stores)(site)
     executor = decide_executor(base, kinds, stores.rates)
@@ -45,11 +44,3 @@ def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
 def placement(base: Foundation, kinds: StateKinds) -> Placement:
     """Return what says where this rank's records are."""
     return Placement(base.options.offload, kinds, base.blueprint.plans, base.updated, base.axes.arena.device.type)
-
-
-def _pieces(base: Foundation) -> Iterator[int]:
-    """Yield the elements of each piece of a parameter that this rank updates."""
-    for spec in base.specs:
-        if spec.trainable:
-            for piece in base.updated(spec, base.blueprint.layouts[spec.name]).pieces:
-                yield piece.stop - piece.start
