@@ -54,6 +54,7 @@ from torch.nn.utils import clip_grad_norm_
 from two_hosts import ADDRESSES, CABLE, two_hosts, why_not
 
 import zero3d
+from zero3d.cli.worker import leave
 from zero3d.plan.calibrate import Sizes, calibrate
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster as catalogued
@@ -94,8 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = measure(arguments)
         if dist.get_rank() == 0:
             arguments.json.write_text(json.dumps(measured))
-        dist.destroy_process_group()
-        return 0
+        leave(0)  # as ranks.py's: FSDP2 keeps groups, whose threads an ending interpreter would abort
     if why_not():
         print(f"skipped: {why_not()}")
         return 0

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from zero3d.cli.worker import raise_malloc_thresholds
+from zero3d.cli.worker import leave, raise_malloc_thresholds
 
 # glibc's mallopt parameters (malloc.h)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -128,7 +128,7 @@ def _run_rank(rank: int, start: Start, folder: str, function: Callable[..., Any]
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.barrier()
-    dist.destroy_process_group()
+    leave(0)  # groups that FSDP2 keeps have threads, and one that drops a tensor of an ending interpreter aborts it
 
 
 def synchronize(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import engines
 import peers
+import ranks as ranks_of_benchmarks
 import report
 from llama import build_llama
 from memory import Gauge, points_of
@@ -112,6 +114,24 @@ def test_what_cannot_be_compared_is_refused(words, why, capsys):
     with pytest.raises(SystemExit):
         engines.parse(words.split())
     assert why in capsys.readouterr().err
+
+
+def end_of_a_rank(folder):
+    """What a rank of a measurement gives, and whether its interpreter was torn down."""
+    torn_down, start = Path(folder) / "torn down", ranks_of_benchmarks.start_processes
+    forked = lambda *given, **options: start(*given, **options | {"start_method": "fork"})  # noqa: E731
+    with mock.patch.object(ranks_of_benchmarks, "start_processes", forked):
+        found = ranks_of_benchmarks.run_ranks(ranks_of_benchmarks.Start(1), notes_its_end, str(torn_down))
+    return found, torn_down.exists()
+
+
+def notes_its_end(device, file):
+    Finalize(None, Path(file).touch, exitpriority=0)
+    return device.type
+
+
+def test_a_rank_that_has_measured_leaves_without_ending_what_threads_may_use(alone, tmp_path):
+    assert alone(end_of_a_rank, str(tmp_path)) == ("cpu", False)
 
 
 @pytest.mark.long

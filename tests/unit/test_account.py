@@ -17,6 +17,7 @@ from zero3d.account.transients import (
     arriving_bytes,
     coded_messages,
     gathered_at_once,
+    norm_scratch,
     passing_bytes,
     record_scratch,
     reduction_of,
@@ -201,10 +202,17 @@ def test_sums_on_their_way_to_the_host_are_two_and_one_that_leaves_in_the_dtype_
     assert arriving_bytes(shards, policy._replace(gradients=False)) == 0
 
 
+def test_the_host_widens_a_piece_for_each_thread_to_take_norms_of_gradients_in_fewer_bits():
+    policy = Policy.of(Spec())._replace(gradients=True)
+    assert norm_scratch([10, 40, 20], policy, threads=2) == 0
+    assert norm_scratch([10, 40, 20], policy._replace(held=BF16), threads=2) == 4 * (40 + 20)
+
+
 def test_records_that_pass_the_device_have_a_ring_and_masters_in_halves_are_widened():
     assert passing_bytes("host", 4096, "cuda", splits=True) == 0
     assert passing_bytes("device", 4096, "cuda", splits=False) == 3 * 4096
     assert passing_bytes("device", 4096, "cuda", splits=True) == 3 * 4096 + 4 * update_bucket("cuda")
+    assert passing_bytes("device", 4096, "cuda", splits=True, temporaries=2) == 3 * 4096 + 3 * 4 * update_bucket("cuda")
 
 
 def test_records_pass_through_three_buffers_of_whole_blocks():

@@ -11,7 +11,7 @@ a reduction    what is received, and gradients that are cast to go, in slots of 
 messages       of units that are gathered in blocks of 8 bits: one is decoded, AHEAD on their way
 copies         of shards, over which a step's sums are taken: terms of IN_FLIGHT shards on their way, one being added up
 records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
-scratch        fp32 of what an update or a cast works on at a time
+scratch        fp32 of what an update, a cast or a norm works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
 """
 
@@ -233,12 +233,16 @@ def ring_bytes(longest: int) -> int:
     return DEPTH * padded(longest)
 
 
-def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
+def passing_bytes(executor: str, record: int, device: str, splits: bool, temporaries: int = 0) -> int:
     """Return what a device holds for records that pass through it: a ring, and fp32 masters of those in halves.
 
-    record  bytes of the longest one
+    record       bytes of the longest one
+    temporaries  values that the optimizer makes of each element while it updates one
     """
-    return 0 if executor == HOST else ring_bytes(record) + record_scratch(update_bucket(device), device, splits)
+    if executor == HOST:
+        return 0
+    longest = update_bucket(device)
+    return ring_bytes(record) + record_scratch(longest, device, splits) + FP32 * temporaries * longest
 
 
 def gradient_staging(elements: int, policy: Policy) -> int:
@@ -256,6 +260,14 @@ def arriving_bytes(shards: Sequence[int], policy: Policy) -> int:
     wide, narrow = policy.master.itemsize, policy.held.itemsize * policy.narrow
     under_way, leaving = shards[-IN_FLIGHT:], shards[-IN_FLIGHT - LEAVING : -IN_FLIGHT]
     return sum(under_way) * (wide + narrow) + sum(leaving) * (narrow or wide)
+
+
+def norm_scratch(pieces: Iterable[int], policy: Policy, threads: int) -> int:
+    """Return the bytes in which norms are taken of gradients that wait on the host, in pieces of so many elements.
+
+    The host's kernel widens a piece that waits in fewer bits. Each thread has one at a time, the longest first.
+    """
+    return policy.narrow * policy.master.itemsize * sum(sorted(pieces, reverse=True)[:threads])
 
 
 def record_scratch(
@@ -285,6 +297,17 @@ def cast_bytes(policy: Policy) -> int:
 def master_scratch(elements: int, device: str, splits: bool) -> int:
     """Return the bytes in which so many masters on the device are cast to weights, or those in halves updated."""
     return FP32 * (update_scratch if splits else cast_scratch)(elements, device)
+
+
+def step_scratch(masters: int, longest: int, device: str, policy: Policy, temporaries: int) -> int:
+    """Return the bytes in which so many masters on the device are updated and cast to weights.
+
+    longest      elements of the longest piece of a parameter
+    temporaries  values that the optimizer makes of each element of a portion; masters in halves are beside these
+    """
+    cast = (policy.splits or policy.casts) * master_scratch(masters, device, policy.splits)
+    made = policy.master.itemsize * temporaries * min(masters, max(update_bucket(device), longest))
+    return cast + made if policy.splits else max(cast, made)
 
 
 def logits_bytes(tokens: int, vocabulary: int, itemsize: int) -> int:

@@ -13,7 +13,7 @@ executor   once it is known what the optimizer is: the host has the fused kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -26,9 +26,9 @@ from zero3d.account.states import NO_BYTES, Held, unit_bytes
 from zero3d.account.transients import (
     gathered_at_once,
     local_bytes,
-    master_scratch,
     passing_bytes,
     reductions_bytes,
+    step_scratch,
     whole_units,
 )
 from zero3d.blueprint.auto import (
@@ -164,10 +164,18 @@ def bytes_needed(base: Foundation) -> Need:
             "reductions": reductions_bytes(trained, base.options.accumulate),
         },
         "optimizer step": held_at_both
-        | {"scratch": (policy.splits or policy.casts) * master_scratch(masters, device, policy.splits)},
+        | {"scratch": step_scratch(masters, max(piece_sizes(base), default=0), device, policy, kinds.temporaries)},
     }
-    passing = passing_bytes(base.options.offload.executor, longest, device, policy.splits)
+    passing = passing_bytes(base.options.offload.executor, longest, device, policy.splits, kinds.temporaries)
     return Need(ceil(states.optimizer), longest, passing, instants)
+
+
+def piece_sizes(base: Foundation) -> Iterator[int]:
+    """Yield the elements of each piece of a parameter that this rank updates."""
+    for spec in base.specs:
+        if spec.trainable:
+            for piece in base.updated(spec, base.blueprint.layouts[spec.name]).pieces:
+                yield piece.stop - piece.start
 
 
 def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds) -> tuple[Held, int]:

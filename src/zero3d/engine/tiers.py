@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from zero3d.account.transients import norm_scratch
 from zero3d.blueprint.units import in_turn
-from zero3d.engine.auto_offload import decide_executor, state_kinds
+from zero3d.engine.auto_offload import decide_executor, piece_sizes, state_kinds
 from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
 from zero3d.offload.states import Placement, StateKinds, restarts_from
@@ -26,7 +27,8 @@ def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
     on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or base.policy.gradients
     threads = update_threads(base) if on_host else 1
-    site = Site(axes.arena, axes.world, owner, base.precision.dtype, partial(host_share, base), threads)
+    norms = norm_scratch(piece_sizes(base), base.policy, 1 if mesh.on_cpu else threads)
+    site = Site(axes.arena, axes.world, owner, base.precision.dtype, partial(host_share, base), threads, norms)
     stores = (mesh.make_stores or Stores)(site)
     executor = decide_executor(base, kinds, stores.rates)
     tiers = Builder(site, offload, records, executor, stores).tiers()

@@ -30,7 +30,7 @@ from zero3d.spec.tiers import TIERS
 from zero3d.zero.buckets import MASTER, WEIGHTS
 from zero3d.zero.masters import REMAINDER
 from zero3d.zero.param_groups import OptimizerChoice
-from zero3d.zero.updates import frozen_options
+from zero3d.zero.updates import frozen_options, name_in_torch, temporaries_of
 
 WORDS = {OPTIMIZER: "optimizer states", PARAMETERS: "parameters", FROZEN: "frozen parameters", GRADIENTS: "gradients"}
 CATEGORY = {OPTIMIZER: "optimizer", PARAMETERS: "parameters", FROZEN: "parameters", GRADIENTS: "gradients"}
@@ -82,14 +82,16 @@ class StateRecord:
 class StateKinds:
     """What an optimizer keeps for each element, found by trying it on a few.
 
-    states  dtype of every state that is as long as its parameter, by name; of some groups or all
-    groups  names of those that each group has
+    states       dtype of every state that is as long as its parameter, by name; of some groups or all
+    groups       names of those that each group has
+    temporaries  values that its step makes of an element and drops, at most; 0 where nothing is known of it
     """
 
     kind: type[Optimizer]
     fused: bool
     states: Mapping[str, torch.dtype]
     groups: Sequence[frozenset[str]]
+    temporaries: int = 0
 
     @classmethod
     def of(cls, groups: OptimizerChoice, master: torch.dtype, moments: str, device: torch.device) -> StateKinds:
@@ -114,7 +116,8 @@ class StateKinds:
             group.clear()
             group.update(own, params=[])
         fused = all(bool(group.get("fused")) for group in optimizer.param_groups)
-        return cls(type(optimizer), fused, states, list(map(frozenset, of_groups)))
+        temporaries = max(temporaries_of(optimizer, group, [1], device) for group in optimizer.param_groups)
+        return cls(type(optimizer), fused, states, list(map(frozenset, of_groups)), temporaries)
 
     def by_slot(self, layout: UnitLayout) -> dict[str, Has]:
         """Return each state by name, with the slots of a unit that have it."""
@@ -137,7 +140,7 @@ class StateKinds:
     @property
     def on_host(self) -> bool:
         """Whether the host updates with the bits of this optimizer."""
-        return host_can_update(_name_in_torch(self.kind), self.fused, map(dtype_of, self.states.values()))
+        return host_can_update(name_in_torch(self.kind), self.fused, map(dtype_of, self.states.values()))
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def restarts_from(specs: Sequence[UnitSpec], records: Sequence[StateRecord], kin
     """
     weights = {each.unit for each in records if each.kind == PARAMETERS and each.commits}
     return (
-        _name_in_torch(kinds.kind) in ADAMS
+        name_in_torch(kinds.kind) in ADAMS
         and set(kinds.states) == {*MOMENTS}
         and all(
             each.commits and (each.unit in weights or WEIGHTS in each.names or each.has_master)
@@ -224,15 +227,10 @@ def planned_bytes(records: Sequence[StateRecord]) -> dict[tuple[str, str], Fract
     return planned
 
 
-def _name_in_torch(kind: type[Optimizer]) -> str:
-    """Return the name of an optimizer's class if it is torch's own; else nothing."""
-    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
-
-
 def check_moments(moments: str, optimizer: Optimizer) -> None:
     """Refuse bf16 moments of an optimizer whose states are not Adam's two."""
     amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
-    if moments == "bf16" and (_name_in_torch(type(optimizer)) not in ADAMS or amsgrad):
+    if moments == "bf16" and (name_in_torch(type(optimizer)) not in ADAMS or amsgrad):
         asked = f"{type(optimizer).__name__}{'(amsgrad=True)' if amsgrad else ''}"
         raise ConfigError(
             f"offload.moments=bf16 rounds the two moments of {OF_ADAMS}, and the optimizer is {asked}: use one of "

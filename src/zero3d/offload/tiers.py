@@ -60,6 +60,7 @@ class Site(NamedTuple):
     compute  dtype of weights
     budget   measures what this rank may take of its host
     threads  that may update on the host
+    norms    bytes of the host in which norms of gradients are taken
     """
 
     arena: Arena
@@ -68,6 +69,7 @@ class Site(NamedTuple):
     compute: torch.dtype
     budget: Callable[[], HostBudget]
     threads: int = 1
+    norms: int = 0
 
 
 class Opening(NamedTuple):
@@ -267,6 +269,8 @@ class Builder:
                 asked[f"records {row.where}"] = held
         if self._executor == HOST and any(e.kind == OPTIMIZER and e.place != DEVICE for e in self._records):
             asked["scratch of updates"] = scratch_bytes(self._site.threads)
+        if self._site.norms:
+            asked["norms of gradients"] = self._site.norms
         return self._stores.host(parts, asked)
 
     def _open_tiers(self, slab: HostSlab) -> dict[str, OpenTier]:

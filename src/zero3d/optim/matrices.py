@@ -126,6 +126,12 @@ def operations(rows: int, columns: int, steps: int = STEPS) -> int:
     return steps * 2 * (2 * short * short * long + short**3)
 
 
+def made_besides(rows: int, columns: int) -> int:
+    """Return the elements that making a matrix orthogonal takes beside it: two like it, and two Gram matrices."""
+    short = min(rows, columns)
+    return 2 * (rows * columns + short * short)
+
+
 def adjusted(rows: int, columns: int, adjust_lr: str) -> float:
     """Return the factor of the learning rate for a matrix.
 

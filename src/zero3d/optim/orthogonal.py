@@ -181,14 +181,18 @@ class Orthogonal:
                 key = (group, shape) if self._batches else (group, shape, index, number)
                 alike.setdefault(key, []).append((view, shape))
         for (group, *_), same in alike.items():
-            options = self._optimizer.param_groups[group]
-            inputs = [view.reshape(shape) for view, shape in same]
-            if len(inputs) == 1:
-                results: Sequence[Tensor] | Tensor = [self._optimizer.orthogonal(inputs[0], options)]
-            else:
-                results = self._optimizer.orthogonal(torch.stack(inputs), options)
-            for (view, _), result in zip(same, results, strict=True):
-                view.copy_(result.reshape(view.shape))
+            self._compute_alike(group, same)
+
+    def _compute_alike(self, group: int, same: Sequence[tuple[Tensor, tuple[int, int]]]) -> None:
+        """Make matrices of one shape orthogonal, in place; what that takes is dropped before others are computed."""
+        options = self._optimizer.param_groups[group]
+        inputs = [view.reshape(shape) for view, shape in same]
+        if len(inputs) == 1:
+            results: Sequence[Tensor] | Tensor = [self._optimizer.orthogonal(inputs[0], options)]
+        else:
+            results = self._optimizer.orthogonal(torch.stack(inputs), options)
+        for (view, _), result in zip(same, results, strict=True):
+            view.copy_(result.reshape(view.shape))
 
 
 def fused(matrix: Tensor, split: Split | None) -> list[tuple[Tensor, tuple[int, int]]]:
@@ -263,6 +267,8 @@ class Round:
         else:
             self._take(self._mine, indices)
         of.give_back(self._mine, *([] if self._came is self._mine or of.owners.whole else [self._came]))
+        self._pending = DONE
+        del self._mine, self._came  # or they would be there until the last round has ended
 
     def _fill(self, buffer: Tensor, indices: Sequence[int]) -> None:
         """Copy this rank's pieces of matrices into a buffer, one behind the other."""

@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapreplace
 from itertools import zip_longest
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 from zero3d.account.traffic import Moved, Sent
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.optim.matrices import STEPS, Form, operations
+from zero3d.optim.matrices import STEPS, Form, made_besides, operations
 
 ROUND = 1 << 22  # elements that an owner takes at once, or one matrix
 WIRE = 2  # bytes of an element that travels: bf16, to which Newton-Schulz rounds its input anyhow
@@ -36,6 +37,7 @@ class Matrix(NamedTuple):
     shape       [A, B] of it here
     cut         whether tp cuts it
     cost        operations of the whole
+    besides     elements that making the whole orthogonal takes beside it
     """
 
     unit: int
@@ -44,6 +46,7 @@ class Matrix(NamedTuple):
     shape: tuple[int, int]
     cut: bool
     cost: int
+    besides: int
 
     @property
     def numel(self) -> int:
@@ -68,10 +71,12 @@ def matrices_of(
         slot, degree = layout.slots[number], degrees.get(number, 1)
         shape = form.shape_of(slot.shape)
         # Which side is cut changes no count by much, and all tp ranks must find the same.
-        cost = degree * sum(operations(*part, steps) for part in form.parts(slot.shape))
+        parts = form.parts(slot.shape)
+        cost = degree * sum(operations(*part, steps) for part in parts)
+        besides = degree * (sum(made_besides(*part) for part in parts) + (len(parts) > 1) * prod(shape))
         for index in range(form.matrices(slot.shape)):
             run, inside = divmod(index * prod(shape), slot.run)
-            yield Matrix(unit, number, slot.start + run * slot.stride + inside, shape, degree > 1, cost)
+            yield Matrix(unit, number, slot.start + run * slot.stride + inside, shape, degree > 1, cost, besides)
 
 
 def share_out(costs: Sequence[int], n: int) -> list[int]:
@@ -186,6 +191,30 @@ class Owners:
 
     def held(self, rank: int) -> int:
         """Return the most elements that travel or are together on a rank at once: of a round and its neighbours."""
+        return max(self._held(rank), default=0)
+
+    def working(self, rank: int, batches: bool, tp: int = 1, tp_rank: int = 0) -> int:
+        """Return the most elements on a rank at once of those and of what is computed of a round.
+
+        batches  matrices of one shape are computed at once
+        """
+        computing = [self._computing(turn, rank, batches, tp, tp_rank) for turn in self.rounds]
+        return max(map(add, self._held(rank), computing), default=0)
+
+    def _computing(self, turn: Sequence[Sequence[int]], rank: int, batches: bool, tp: int, tp_rank: int) -> int:
+        """Return the most elements that a rank makes of a round at once beside what has come.
+
+        Slices that tp ranks have are sent, received, joined and cut again.
+        """
+        own = [self.matrices[index] for index in turn[rank]]
+        if not own or not own[0].cut:
+            return _besides(own, batches)
+        mine = [own[place] for place in self.over_tp(turn, rank, tp)[tp_rank]]
+        slices, whole = sum(each.numel for each in own), tp * sum(each.numel for each in mine)
+        return slices + max(2 * whole + _besides(mine, batches, tp), 4 * whole)
+
+    def _held(self, rank: int) -> list[int]:
+        """Return the elements that travel or are together on a rank at once while each round is computed."""
         buffers, values = [], []
         for turn in self.rounds:
             own = sum(self.matrices[index].numel for index in turn[rank])
@@ -193,7 +222,7 @@ class Owners:
             received = self.n * self.widest(turn) if self.whole else own
             buffers.append(received if alone else received + sum(self.sends(turn, rank)))
             values.append(0 if alone or len(turn[rank]) < 2 else own)
-        return max((sum(buffers[max(i - 1, 0) : i + 2]) + values[i] for i in range(len(buffers))), default=0)
+        return [sum(buffers[max(i - 1, 0) : i + 2]) + values[i] for i in range(len(buffers))]
 
     def costs(self) -> list[int]:
         """Return the operations of every rank."""
@@ -201,3 +230,13 @@ class Owners:
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             costs[owner] += matrix.cost
         return costs
+
+
+def _besides(matrices: Sequence[Matrix], batches: bool, tp: int = 1) -> int:
+    """Return the elements that it takes to make matrices of one shape orthogonal: of all at once, or of one.
+
+    Several at once are put together first.
+    """
+    if not batches:
+        return max((matrix.besides for matrix in matrices), default=0)
+    return sum(matrix.besides + (len(matrices) > 1) * tp * matrix.numel for matrix in matrices)

@@ -56,9 +56,10 @@ def _owners(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[str
     return owners_of(model, owners_key(plan), stage) if OPTIMIZERS[plan.optimizer].orthogonal else ()
 
 
-def held(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:
-    """Return the most bytes that are on their way to owners and back on the first dp rank."""
-    return max((WIRE * owners.held(0) for _, owners in _owners(model, plan, stage)), default=0)
+def working(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:
+    """Return the most bytes that are on their way to owners and back, or are computed there, on the first dp rank."""
+    batches = not policy_of(plan).exact
+    return max((WIRE * owners.working(0, batches, plan.tp) for _, owners in _owners(model, plan, stage)), default=0)
 
 
 def traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float]:

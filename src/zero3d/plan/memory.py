@@ -9,7 +9,8 @@
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
     the end of a backward of weights          the same                                           the chunk's gradients
     optimizer step                            none                                               casts, or a bucket,
-                                                                                                 or sums over copies
+                                                                                                 or sums over copies,
+                                                                                                 or matrices of Muon
     the end of it, records off the device     none                                               one record's scratch
     between two steps                         none                                               none
 
@@ -47,7 +48,7 @@ from zero3d.plan.decided import policy_of
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, first_in_flight, rivals
 from zero3d.plan.inputs import on_host, ring_here, share_here, slots_on_host
-from zero3d.plan.matrices import held as matrices_held
+from zero3d.plan.matrices import working as bytes_of_matrices
 from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, partition_key, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
@@ -241,8 +242,8 @@ class _Holding:
 
     @cached_property
     def matrices(self) -> float:
-        """Return the bytes of matrices that travel in a step."""
-        return float(matrices_held(*self._of))
+        """Return the bytes of matrices that travel in a step, or are made orthogonal."""
+        return float(bytes_of_matrices(*self._of))
 
     @cached_property
     def moving(self) -> list[Backward]:

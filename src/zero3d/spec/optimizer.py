@@ -3,11 +3,13 @@
 The row says all that is asked of an optimizer before there is one: how a file's section builds it, which options and
 states it has, what a step costs, what cannot be together with it. Outside optim/ nobody compares names: an optimizer
 is added by its file there, its row and its test; options of its own need a key in config/sections.py, too.
+
+Programs pass torch's optimizers, too: `TEMPORARIES` says what memory a step of these takes beside states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -160,3 +162,42 @@ def why_not_on_host(name: str, precision: str) -> str:
     if OPTIMIZERS[name].on_host and master_of(precision) == UPDATED_ON_HOST:
         return ""
     return f"the host updates fp32 states of {ON_HOST} alone, no {precision} {name}"
+
+
+class Temporaries(NamedTuple):
+    """Counts the values that a step makes of an element and drops again, at most, as wide as its states.
+
+    together  by multi-tensor calls: of all tensors that these are given
+    alone     from tensor to tensor: of one of them
+    """
+
+    together: int
+    alone: int
+
+
+# Of torch's optimizers by their class, with any options; those that are not here may take any number.
+TEMPORARIES: Mapping[str, Temporaries] = MappingProxyType(
+    {
+        "Adadelta": Temporaries(3, 4),
+        "Adagrad": Temporaries(2, 3),
+        "Adam": Temporaries(1, 4),
+        "AdamW": Temporaries(1, 4),
+        "Adamax": Temporaries(2, 2),
+        "ASGD": Temporaries(2, 2),
+        "NAdam": Temporaries(3, 4),
+        "RAdam": Temporaries(1, 6),
+        "RMSprop": Temporaries(2, 3),
+        "Rprop": Temporaries(2, 4),
+        "SGD": Temporaries(1, 2),
+    }
+)
+
+
+def temporary_elements(kind: str, together: bool, sizes: Sequence[int], room: int) -> int:
+    """Return the most values that torch's optimizer `kind` makes and drops at once in a step, without fused kernels.
+
+    together  by multi-tensor calls, which are given a portion of the tensors: `room` elements, or one longer tensor
+    sizes     elements of the tensors of one group
+    """
+    longest, rate = max(sizes, default=0), TEMPORARIES[kind]
+    return rate.together * min(sum(sizes), max(room, longest)) if together else rate.alone * longest

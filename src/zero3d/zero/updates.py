@@ -1,6 +1,6 @@
 """Updates of masters by a torch optimizer on the device, over all pieces of units or bucket by bucket.
 
-    masters that the optimizer has views of    all at once
+    masters that the optimizer has views of    all at once, or in portions where multi-tensor calls take memory for all
     others, bucket by bucket                   split ones; states in records; small buckets several at a time
 
         widen   master = weight, remainder; bf16 moments to fp32        scratch, one bucket long
@@ -28,6 +28,7 @@ from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import cast_scratch, update_bucket
 from zero3d.precision import Halves, cast_all, join_master, rounds_away, split_master
+from zero3d.spec.optimizer import TEMPORARIES, temporary_elements
 from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, UnitBuckets
 from zero3d.zero.masters import REMAINDER, absent
 from zero3d.zero.released_parameters import untold
@@ -211,9 +212,64 @@ class ResidentUpdates:
         with untold():
             for owned in self._direct:
                 owned.master.grad = owned.gradient if owned.is_trained else None
-        optimizer.step()
+        with in_portions(optimizer, update_bucket(self._arena.device.type)):
+            optimizer.step()
         for owned in self._direct:
             owned.master.grad = None
+
+
+def name_in_torch(kind: type[Optimizer]) -> str:
+    """Return the name of an optimizer's class if it is torch's own; else nothing."""
+    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
+
+
+def updates_together(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether torch's own optimizer updates a group on a device by multi-tensor calls that take memory for all.
+
+    That is its default on accelerators. Fused kernels take none.
+    """
+    foreach = group.get("foreach")
+    known = name_in_torch(type(optimizer)) in TEMPORARIES and not group.get("fused")
+    return known and (device.type != "cpu" if foreach is None else bool(foreach))
+
+
+def temporaries_of(optimizer: Optimizer, group: Mapping[str, Any], sizes: Sequence[int], device: torch.device) -> int:
+    """Return how many values a step of a group makes and drops at once, at most; 0 where nothing is known of it.
+
+    sizes  elements of the tensors that the group has then
+    """
+    kind = name_in_torch(type(optimizer))
+    if kind not in TEMPORARIES or group.get("fused"):
+        return 0
+    return temporary_elements(kind, updates_together(optimizer, group, device), sizes, update_bucket(device.type))
+
+
+@contextmanager
+def in_portions(optimizer: Optimizer, room: int) -> Iterator[None]:
+    """Have torch's optimizer see tensors that it `updates_together` in portions inside, each as a group of its own.
+
+    A portion has at most `room` elements, or is one longer tensor. An optimizer of torch writes into no group when it
+    steps, and its hooks are called once. Elements have the bits that they have without portions.
+    """
+    groups = optimizer.param_groups
+    portions = [portion for group in groups for portion in _portions(optimizer, group, room)]
+    if len(portions) == len(groups):
+        yield
+        return
+    optimizer.param_groups = portions
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def _portions(optimizer: Optimizer, group: dict[str, Any], room: int) -> list[dict[str, Any]]:
+    """Return a group's portions, each with its options; the group itself where it is one."""
+    pieces: list[Tensor] = group["params"]
+    if not pieces or not updates_together(optimizer, group, pieces[0].device):
+        return [group]
+    parts = groups_of(pieces, [piece.numel() for piece in pieces], room)
+    return [group] if len(parts) == 1 else [group | {"params": part} for part in parts]
 
 
 def groups_of(items: Sequence[T], sizes: Sequence[int], room: int) -> list[list[T]]:
