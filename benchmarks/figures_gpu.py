@@ -32,7 +32,7 @@ SHOWN = {
 }
 CALLED = {
     "plain": "plain PyTorch", "zero3d-0": "zero3d stage 0", "zero3d-3": "zero3d stage 3",
-    "fsdp2-reshard": "FSDP2, reshard",
+    "zero3d-cast-3": "zero3d stage 3, weights cast", "fsdp2-reshard": "FSDP2, reshard",
 }  # fmt: skip
 TURNS = {
     "turns.8k": "8,192 tokens", "turns.8k-compiled": "8,192 tokens, compiled",
@@ -43,6 +43,22 @@ WAYS = {
     "host": "optimizer on the host, updated there", "gradients": "gradients there, too",
     "params": "optimizer and parameters on the host, updated by the card",
 }  # fmt: skip
+IN_SHORT = (
+    "Memory of stage 3 beside FSDP2's: a Llama of {parameters} M parameters on {ranks} CPU ranks (bf16 with "
+    "fp32 masters, one micro-batch a step, PyTorch {torch}) takes {cast_peak} at a step's peak, {cast_rest} "
+    "between steps and {cast_process} of process memory with `zero.weights=cast`, and {kept_peak}, "
+    "{kept_rest} and {kept_process} with weights kept. On the one GPU, with one rank and PyTorch "
+    "{card_torch}, it allocated {allocated} and reserved {reserved}; that was before gradients and weights "
+    "came and went, and has not been measured since ([both tables](docs/benchmarks.md#memory-beside-fsdp2))."
+)
+IN_SHORT_ZH = (
+    "ZeRO-3 与 FSDP2 的内存之比：一个 {parameters} M 参数的 Llama，{ranks} 个 CPU rank（bf16，fp32 主权重，每"
+    "步一个 micro-batch，PyTorch {torch}），用 `zero.weights=cast` 时一步的峰值为 {cast_peak}，两步之间为 "
+    "{cast_rest}，进程内存为 {cast_process}；保留权重时分别为 {kept_peak}、{kept_rest} 和 {kept_process}。在"
+    "那块 GPU 上（一个 rank，PyTorch {card_torch}），分配的显存是 {allocated}，保留（reserved）的是 "
+    "{reserved}；那是在梯度和权重只在使用时占内存之前，此后还没有再测过（[两张表"
+    "](docs/benchmarks.md#memory-beside-fsdp2)，英文）。"
+)
 FILES = ("gpu", "gpu-features", "gpu-offload", "gpu-largest", "gpu-turns")  # the oldest first
 
 
@@ -79,6 +95,8 @@ def speed() -> str:
         found = parts()[name]["ran"]
         peer = found["fsdp2-reshard"]
         for way, called in CALLED.items():
+            if way not in found:  # a way that was not there yet
+                continue
             ran = found[way]
             rate = ran["tokens_per_s"]
             told = f"{rate:,.0f}", f"{rate / peer['tokens_per_s']:.3f}x", f"{ran['mfu']:.1%}"
@@ -86,6 +104,35 @@ def speed() -> str:
             rows.append([setting, called, *told, *peaks])
     head = ["a step", "", "tokens/s", "of FSDP2", "MFU", "GiB allocated (of FSDP2)", "GiB reserved (of FSDP2)"]
     return table(head, rows)
+
+
+def memory_in_short(words: str) -> str:
+    """Return in a sentence how much memory stage 3 takes beside FSDP2, on CPU ranks and on the card.
+
+    words  with places for what is filled in
+    """
+    [run] = [run for run in results("engines-memory") if run["arguments"]["timeline"]]
+    ratio = {(row["kind"], row["ours"]): row["ratio"] for row in run["ratios"]}
+    card_ratios = {
+        key: [parts()[name]["ran"]["zero3d-3"][key] / parts()[name]["ran"]["fsdp2-reshard"][key] for name in TURNS]
+        for key in ("peak_gib", "peak_reserved_gib")
+    }
+    filled = {
+        "parameters": f"{run['parameters'] / 1e6:.0f}",
+        "ranks": run["arguments"]["ranks"],
+        "torch": run["torch"].partition("+")[0],
+        "card_torch": load("gpu-turns")["torch"].partition("+")[0],
+        "allocated": _from_to(card_ratios["peak_gib"]),
+        "reserved": _from_to(card_ratios["peak_reserved_gib"]),
+    }
+    for name, variant in (("kept", "zero3d-3"), ("cast", "zero3d-cast-3")):
+        for moment, kind in (("peak", "peak of a step"), ("rest", "at rest"), ("process", "process memory")):
+            filled[f"{name}_{moment}"] = f"{ratio[kind, variant]:.2f}x"
+    return words.format(**filled)
+
+
+def _from_to(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f}x to {max(ratios):.2f}x"
 
 
 def products() -> str:
@@ -135,6 +182,7 @@ def of_card() -> str:
 
 
 GPU: dict[str, Callable[[], str]] = {
+    "memory-in-short": lambda: memory_in_short(IN_SHORT), "memory-in-short-zh": lambda: memory_in_short(IN_SHORT_ZH),
     "gpu-parts": outcomes, "gpu-speed": speed, "gpu-fp8": products, "gpu-offload": offload,
     "gpu-ceilings": ceilings, "gpu-card": of_card,
 }  # fmt: skip

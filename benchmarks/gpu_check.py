@@ -42,10 +42,10 @@ OFFLOAD = (
     ("disk", 65, "8 + 15 to build and write 14 GB + 4 steps x 6 + 3 x 6"),
 )
 TURNS = (
-    ("8k", 43, "8 + 8 turns x (4 to build 1.1e9 + 3 steps to warm up x 0.15)"),
-    ("16k", 46, "8 + 8 turns x (4 to build 1.1e9 + 3 steps to warm up x 0.3)"),
-    ("8k-compiled", 80, "8 + 4 turns x 4 to build 1.1e9 + 26 to compile a block + 3 x 10 to find it compiled"),
-    ("16k-compiled", 83, "8 + 4 turns x 5 to build 1.1e9 + 26 to compile a block + 3 x 10 to find it compiled"),
+    ("8k", 52, "8 + 10 turns x (4 to build 1.1e9 + 3 steps to warm up x 0.15)"),
+    ("16k", 57, "8 + 10 turns x (4 to build 1.1e9 + 3 steps to warm up x 0.3)"),
+    ("8k-compiled", 94, "8 + 5 turns x 4 to build 1.1e9 + 26 to compile a block + 4 x 10 to find it compiled"),
+    ("16k-compiled", 99, "8 + 5 turns x 5 to build 1.1e9 + 26 to compile a block + 4 x 10 to find it compiled"),
 )
 SPEED_MINUTES = (
     1.2  # 18 s for each of four: 2 to 4 s a turn, 15 steps and more of 8,192 tokens at 0.4 of an H200's peak

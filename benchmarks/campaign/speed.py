@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from campaign.account import Account, Place
 
-VARIANTS = ("plain", "zero3d-0", "zero3d-3", "fsdp2-reshard")
+VARIANTS = ("plain", "zero3d-0", "zero3d-3", "zero3d-cast-3", "fsdp2-reshard")
 CPU_SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,

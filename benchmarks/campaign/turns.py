@@ -52,7 +52,7 @@ def turns(place: Place, account: Account) -> None:
         apart = abs(row["first_loss"] / peer["first_loss"] - 1)
         if apart > SAME:
             account.ran(f"first loss of {variant}", row["first_loss"], f"{apart:.3f} off FSDP2's")
-    for variant in ("zero3d-0", "zero3d-3"):
+    for variant in ("zero3d-0", "zero3d-3", "zero3d-cast-3"):
         what = f"{variant} {'compiled' if compiled else 'eager'}, {size * length:,} tokens a step"
         ratio = best[variant]["tokens_per_s"] / peer["tokens_per_s"]
         account.goal(f"{what}: tokens/s / FSDP2", 1.0, ratio)
