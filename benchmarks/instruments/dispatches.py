@@ -126,7 +126,7 @@ def count(variant: str, dp: int = 8, blocks: int = 32) -> Step:
 def build(variant: str, dp: int, model: nn.Module, peers: bool = False) -> Trained:
     """Return a variant's phases. peers: its process group has them, and an engine reduces as it does on that."""
     if variant.startswith("stage"):
-        engine = (_engine if peers else _peerless_engine)(model, int(variant[-1]))
+        engine = (_engine if peers else _peerless_engine)(model, variant)
         return Trained(engine, engine.backward, engine.step)
     if variant == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
@@ -153,13 +153,15 @@ def build(variant: str, dp: int, model: nn.Module, peers: bool = False) -> Train
     return Trained(model, lambda loss: loss.backward(), step)  # type: ignore[no-untyped-call]
 
 
-def _engine(model: nn.Module, stage: int) -> Any:
+def _engine(model: nn.Module, variant: str) -> Any:
     from zero3d import Engine, Mesh
 
-    return Engine(model, stage=stage, mesh=Mesh(device="cpu"), precision="bf16", optimizer=adamw, clip_norm=1.0)
+    stage, weights = int(variant[len("stage")]), variant.partition("-")[2] or "kept"
+    options: dict[str, Any] = {"precision": "bf16", "optimizer": adamw, "clip_norm": 1.0, "weight_shards": weights}
+    return Engine(model, stage=stage, mesh=Mesh(device="cpu"), **options)
 
 
-def _peerless_engine(model: nn.Module, stage: int) -> Any:
+def _peerless_engine(model: nn.Module, variant: str) -> Any:
     """Return an engine that reduces as it does on NCCL; terms of absent peers are zeros."""
     from zero3d.distributed import algorithms, collectives
 
@@ -183,7 +185,7 @@ def _peerless_engine(model: nn.Module, stage: int) -> Any:
         return algorithms.Fake(axis, arena)
 
     with mock.patch.object(collectives, "open_algorithm", open_algorithm):
-        return _engine(model, stage)
+        return _engine(model, variant)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -197,7 +199,9 @@ def main() -> None:
     parser.add_argument("--dp", type=int, help="ranks of the process group (default 8, with --seconds 2)")
     parser.add_argument("--blocks", type=int, default=32, help="blocks of the Llama (default 32)")
     parser.add_argument(
-        "--variants", type=lambda text: text.split(","), help=f"some of {','.join(VARIANTS)}; with --seconds ddp, too"
+        "--variants",
+        type=lambda text: text.split(","),
+        help=f"some of {','.join(VARIANTS)}, stage3-cast; with --seconds ddp, too",
     )
     parser.add_argument("--seconds", action="store_true", help="measure CPU seconds and own calls on gloo ranks")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="--seconds: of that checkout, too, in turns")
