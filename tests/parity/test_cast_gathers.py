@@ -109,6 +109,12 @@ def test_one_rank_keeps_masters_alone(ranks):
     assert planned_bytes(cast).parameters == 0
 
 
+def test_casts_to_fp16_take_no_scratch():
+    engine = engine_of(precision="fp16", **CAST)
+    train_engine(engine, [batch(0)], through_engine=True)
+    assert engine.arena.peak("wire") == transient_bounds(engine, 1)["wire"] == 0
+
+
 def unfrozen():
     """Bits of a course in which a whole unit is trained after all, kept and cast, and bytes of weights before and after."""
     rank, found = torch.distributed.get_rank(), []
@@ -152,7 +158,7 @@ def test_weights_that_a_cast_makes_infinite_are_not_exported(ranks, tmp_path):
 
 
 def written():
-    """Bits after writes through full_params(), of kept and cast weights, and whether reading alone changes a master."""
+    """Of kept and cast weights bits after writes through full_params(), what these borrow, whether reading changes bits."""
     rank, found = torch.distributed.get_rank(), []
     for options in ({}, CAST):
         engine = zero3d.Engine(build("net"), stage=3, optimizer=adamw, **options)
@@ -161,12 +167,14 @@ def written():
         with engine.full_params():
             sum(float(p.detach().sum()) for p in engine.module.parameters())
         read = engine.fingerprint() == before
+        engine.arena.reset_peaks()
         with engine.full_params(), torch.no_grad():
             engine.module.embed.weight[3].mul_(-0.5)
+        borrowed = int(engine.arena.peak("wire"))
         engine.backward(loss_of(engine, batch(1, rank)))
         engine.step()
         with engine.full_params():
-            found.append((read, bits(engine.module.parameters()), engine.fingerprint()))
+            found.append((read, borrowed, bits(engine.module.parameters()), engine.fingerprint()))
     return found
 
 

@@ -71,6 +71,17 @@ def test_an_arena_knows_what_was_there_at_its_fullest_instant():
     assert [arena.at_peak(kind) for kind in kinds] == [12, 4, 16, 0, 0]
 
 
+def test_states_that_an_arena_has_let_go_are_in_no_later_instant():
+    arena = Arena(torch.device("cpu"))
+    arena.allocate("parameters", 4, 3, FLOAT)
+    arena.let_go("parameters", 4, 3, FLOAT)
+    wire = arena.borrow("wire", 3, FLOAT)
+    arena.give_back("wire", wire)
+    kinds = ("parameters", "padding", "wire")
+    assert [arena.at_peak(kind) for kind in kinds] == [12, 4, 0]
+    assert [arena.live(kind) for kind in kinds] == [0, 0, 0]
+
+
 def test_what_an_engine_says_of_its_fullest_instant_is_of_one_time():
     with alone_in(2), collectives_of(Model()):
         engine = engine_of(mesh=lonely_mesh(2), stage=3)

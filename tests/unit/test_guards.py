@@ -139,6 +139,7 @@ BAD = {
     "clip": (lambda: zero3d.Engine(Net(), clip_norm=-1.0), zero3d.ConfigError, "positive"),
     "nothing to train": (lambda: zero3d.Engine(Frozen()), zero3d.ConfigError, "requires_grad_(True)"),
     "meta": (lambda: zero3d.Engine(on_meta()), zero3d.ConfigError, "meta device"),
+    "weights": (lambda: zero3d.Engine(Net(), weights="cast"), zero3d.ConfigError, "is weight_shards here"),
     "units": (lambda: zero3d.Engine(Net(), units=["decoder.*"]), zero3d.ConfigError, "matches no module"),
     "muon": (lambda: zero3d.Engine(Net(), optimizer=lambda p: torch.optim.Adafactor(p)), zero3d.ConfigError, "AdamW"),
     "exact": (lambda: zero3d.Engine(Net(), exact=True, stage=1, accumulate=6), zero3d.ConfigError, "Pass 4 or 8"),

@@ -171,7 +171,8 @@ def cast_apart(unit: UnitPlan, layout: UnitLayout, device: str) -> int:
     """Return the bytes beside what is gathered in which masters are cast for a gather."""
     if not unit.from_masters or (unit.cut.size > 1 and not unit.coded):
         return 0
-    return unit.coded * unit.kind.dtype.itemsize * layout.shard + FP32 * cast_scratch(layout.shard, device)
+    scratch = unit.policy.casts * FP32 * cast_scratch(layout.shard, device)
+    return unit.coded * unit.kind.dtype.itemsize * layout.shard + scratch
 
 
 def sum_over_copies(unit: UnitPlan) -> CopySum:

@@ -38,7 +38,12 @@ def is_dtensor(parameter: nn.Parameter) -> bool:
 
 
 def check_model(model: nn.Module, weights: Source | None) -> None:
-    """Refuse a model that cannot be trained."""
+    """Refuse a model that cannot be trained, and weights that are no values for it."""
+    if weights is not None and not callable(weights):
+        raise ConfigError(
+            f"weights={weights!r} is no function that gives parameters their first values: leave it out. What stays of "
+            "weights between their uses, zero.weights in a file, is weight_shards here: kept, cast or auto."
+        )
     _refuse_untrainable(model)
     parameters = dict(model.named_parameters())
     if is_guarded(model) or any(map(is_dtensor, parameters.values())):

@@ -109,6 +109,7 @@ class Arena:
         """Take states off the account that were allocated so; their owner drops the reference."""
         self._account(category, -used * dtype.itemsize)
         self._account("padding", -(elements - used) * dtype.itemsize)
+        self._add(-elements * dtype.itemsize)
 
     def hold(self, category: str, nbytes: int, used: Fraction) -> None:
         """Take a slab's memory on the account; used: the share of it that stands for parameters."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import cast_scratch
-from zero3d.precision import cast_flat, to_compute
+from zero3d.precision import cast_flat, rounds_away, to_compute
 
 MASTER, WEIGHTS = "master", "weights"  # fields of a record, beside the states that an optimizer names
 
@@ -198,7 +198,8 @@ class InMasters(ShardPlace):
     def ahead(self) -> None: ...
 
     def bring(self, slot: Tensor, spare: Tensor) -> Tensor:
-        room = cast_scratch(self.masters.numel(), slot.device.type)
+        rounds = rounds_away(self.masters.dtype, slot.dtype)
+        room = rounds * cast_scratch(self.masters.numel(), slot.device.type)
         if spare.numel():
             cast_flat(self.masters, slot, spare.view(torch.float32)[:room])
             return slot

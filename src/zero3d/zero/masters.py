@@ -233,9 +233,13 @@ class Masters:
             for bucket in self.buckets.buckets:
                 within = slice(bucket.start, bucket.stop)
                 if changed[within].any():
-                    with self._weights.opened(True) as own, self.buckets.opened(bucket) as fields:
+                    with self._kept(weights) as own, self.buckets.opened(bucket) as fields:
                         self._absorb(fields, own[within], weights[within], changed[within])
         return written
+
+    def _kept(self, written: Tensor) -> AbstractContextManager[Tensor]:
+        """Have inside what is kept of weights, to be changed; those that were written where gathers cast masters."""
+        return nullcontext(written) if isinstance(self._weights, InMasters) else self._weights.opened(True)
 
     def _absorb(self, fields: dict[str, Tensor], own: Tensor, weights: Tensor, changed: Tensor) -> None:
         if self._has_master:
