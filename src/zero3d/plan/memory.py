@@ -157,8 +157,8 @@ def _fullest(ranks: Sequence[_Ranks]) -> tuple[_Ranks, _Fullest]:
 def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) -> float:
     """Return bytes that the fullest rank's device shows at least: those of the first pipeline stage.
 
-    above  a bound of more bytes will do: what is there all the time, or as the first backward begins, where that is
-           above it; else the fullest instant, which takes longer to find
+    above  a bound of more bytes will do: what is there all the time and gradients, or as the first backward begins,
+           where that is above it; else the fullest instant, which takes longer to find
 
     A part in 10^9 is left out, so that sums in another order are never below. Raises ConfigError as `memory` does.
     """
@@ -167,7 +167,7 @@ def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) ->
     def shown(activations: float) -> float:
         return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + activations), plan)
 
-    least = shown(0.0)
+    least = shown(rank.gradients)
     if least <= above:
         least = shown(rank.first_backward())
     return least if least > above else shown(rank.fullest.peak.total)
@@ -453,6 +453,11 @@ class _Ranks:
     def _activations(self) -> _Activations:
         """Return what a micro-batch keeps."""
         return _activations(self.model, self.plan, self._alike)
+
+    @property
+    def gradients(self) -> float:
+        """Return the bytes of all gradients of model states, which are there as a step ends."""
+        return sum(self._holding.all)
 
     def inputs(self) -> float:
         """Return the bytes of inputs on the host, of the rank that has most there."""
