@@ -160,15 +160,15 @@ def test_bounds_leave_out_no_rank_and_no_moment_that_is_the_fullest(schedule, ac
         plan = ParallelPlan(pp=pp, accumulate=accumulate, schedule=schedule, activations=activations)
         alone = [_Ranks(model, plan, (stage,)) for stage in range(pp)]
         for rank in alone:
-            fullest = rank._starts()
+            fullest = rank._backwards()
             assert fullest
-            for (turn, kind, reduces, come), (total, _, start) in fullest.items():
-                alike = [moment for moment in moments(plan, rank.stages[0]) if moment.kind == kind]
+            for turn, reduces, start, others, passed in fullest:
+                alike = [moment for moment in moments(plan, rank.stages[0]) if moment.kind == start.moment.kind]
                 alike = [each for each in alike if each.chunk == start.moment.chunk and each.final == reduces]
-                alike = [each for each in alike if each.come == come]
+                alike = [each for each in alike if each.come == start.moment.come]
                 bytes_of = [bytes_at(moment, turn, rank) for moment in alike]
-                assert total == max(bytes_of)
-                assert total == bytes_at(start.moment, turn, rank)
+                assert others + passed == max(bytes_of)
+                assert others + passed == bytes_at(start.moment, turn, rank)
             assert rank.fullest.peak.total <= rank.at_most()
         most = max(sum(rank.base.values()) + rank.fullest.peak.total for rank in alone)
         assert isclose(memory(model, plan).allocated, most)

@@ -46,9 +46,9 @@ class Footprint(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
-    """Return the footprint of one micro-batch of `plan` in every part of the model."""
-    run = _Run(
+def run_of(model: ModelSpec, plan: ParallelPlan) -> Run:
+    """Return what footprints depend on: plans that differ in ZeRO alone have one."""
+    return Run(
         model,
         plan.tp,
         plan.mesh.sequence_parallel,
@@ -59,8 +59,13 @@ def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
         plan.dispatches,
         kept_more(model, plan),
         tiles_loss(model, plan),
+        plan.pp == 1,
     )
-    return _footprints(run, plan.pp == 1)
+
+
+def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
+    """Return the footprint of one micro-batch of `plan` in every part of the model."""
+    return run_of(model, plan).footprints
 
 
 def tiles_loss(model: ModelSpec, plan: ParallelPlan, micro_batch: int | None = None) -> bool:
@@ -80,12 +85,13 @@ def tied_bytes(model: ModelSpec, tp: int, compute: Dtype) -> float:
     return float(sum(w.numel // tp * dtype_of(w.itemsize, compute).itemsize for w in weights if w.trainable))
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """A model and the settings that a part's bytes depend on.
 
     share     of an input that is kept here
     attended  bytes that an attention keeps of sequences that are shared out, beyond those of its own rows
     tiled     the loss is computed tile by tile
+    uncut     no pipeline cuts the model
     """
 
     model: ModelSpec
@@ -98,11 +104,17 @@ class _Run(NamedTuple):
     dispatches: bool
     attended: float
     tiled: bool
+    uncut: bool
 
     @property
     def width(self) -> float:
         """Return the factor to figures, which are of a 2-byte run."""
         return max(1.0, self.compute.itemsize / 2)
+
+    @property
+    def footprints(self) -> dict[Part, Footprint]:
+        """Return the footprint of every part of the model."""
+        return _footprints(self)
 
     def footprint(self, part: Part, outputs: float, waiting: float) -> Footprint:
         """Compute a part's footprint. outputs: of `_outputs`; waiting: of `tied_bytes`."""
@@ -177,9 +189,8 @@ class _Run(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _footprints(run: _Run, whole: bool) -> dict[Part, Footprint]:
-    """Return the footprints by part. whole: no pipeline cuts the model."""
-    waiting = tied_bytes(run.model, run.tp, run.compute) if whole else 0.0
+def _footprints(run: Run) -> dict[Part, Footprint]:
+    waiting = tied_bytes(run.model, run.tp, run.compute) if run.uncut else 0.0
     alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
     by_part = {}
     for part in run.model.parts:

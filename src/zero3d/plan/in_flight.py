@@ -208,13 +208,8 @@ def _fullest(rivals: Sequence[_Counts]) -> list[_Counts]:
     found: list[int] = []
     by_sum = sorted(range(len(flat)), key=lambda number: -sum(flat[number]))
     for _, alike in groupby(by_sum, key=lambda number: sum(flat[number])):
-        found += [number for number in alike if not any(_no_more(flat[number], flat[other]) for other in found)]
+        found += [number for number in alike if not any(all(map(le, flat[number], flat[more])) for more in found)]
     return [rivals[number] for number in sorted(found)]
-
-
-def _no_more(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Say whether one has no more of anything than the other."""
-    return all(map(le, one, other))
 
 
 def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> list[int]:
