@@ -57,7 +57,8 @@ class Backward:
 
     def __init__(self, turns: Sequence[Windows], end: Windows, chunk: _Chunk) -> None:
         """Add up what each turn has. chunk: computes gradients where they are asked for, which most plans' are not."""
-        self.turns, self.end, self._chunk = turns, end, chunk
+        self.turns, self.end = turns, end
+        self._chunk = chunk
         self.nbytes = [sum(windows) for windows in turns]
 
     def without_wire(self) -> Backward:
