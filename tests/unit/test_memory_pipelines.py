@@ -108,8 +108,8 @@ def test_gradients_of_weights_pile_up_in_a_part_s_backward_of_weights():
     assert found["activations"] == 4 * (3 * TOKENS * (EMBEDDING_KEPT + BLOCK_KEPT) + BLOCK_HEAD - LOGITS)
 
 
-def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_whole():
-    """A norm's weight is not cut, so that its output is a slice of the sequence."""
+def test_sequence_parallelism_divides_a_norm_s_backward_and_leaves_the_last_norm_s_output_whole():
+    """Behind the last block a rank has whole sequences again."""
     found = {}
     for sequence in (False, True):
         model = model_of(root=16_384)
@@ -122,7 +122,7 @@ def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_who
     norm = 16_384
     for sequence, bytes_ in found.items():
         embedding, block, head = (kept(kind, 2, sequence) for kind in ("embedding", "block", "head"))
-        outputs = 128 / 2 + 128 + 64 / 2 + norm / (2 if sequence else 1)
+        outputs = 128 / 2 + 128 + 64 / 2 + norm
         assert bytes_.parts["activations"] == 2048 * LENGTH * (3 * (embedding + block) + (block + head) + 2 * outputs)
 
 

@@ -135,9 +135,13 @@ class Run(NamedTuple):
             skipped=skipped,
         )
 
-    def _divided(self, cut: float, whole: float) -> float:
+    def slices(self, part: Part) -> int:
+        """Count the slices that tp ranks have of a part's sequences: they are whole around the blocks."""
+        return self.tp if self.sequence_parallel and part.kind == "block" else 1
+
+    def _divided(self, part: Part, cut: float, whole: float) -> float:
         """Return the bytes of one micro-batch's tokens on this rank."""
-        return self.tokens * (cut / self.tp + whole / (self.tp if self.sequence_parallel else 1))
+        return self.tokens * (cut / self.tp + whole / self.slices(part))
 
     def operations(self, part: Part) -> Operations:
         """Return what a part does in this run."""
@@ -148,27 +152,27 @@ class Run(NamedTuple):
         """Return all that a part keeps where nothing is recomputed."""
         operations = self.operations(part)
         if part.kind != "block":
-            kept = self._divided(operations.kept_cut, operations.kept_whole)
+            kept = self._divided(part, operations.kept_cut, operations.kept_whole)
             if part.kind == "head" and self.tiled:
                 without = max(0.0, kept - 4.0 * self.tokens * self.model.vocab / self.tp)
                 return min(without, KEPT_NORM * self.tokens * self.model.hidden)
             return kept
         gathered = 4.0 * self.model.hidden if self.sequence_parallel else 0.0  # inputs of attention and MLP
         whole = max(0.0, operations.kept_whole - gathered)
-        return self.width * (self._divided(operations.kept_cut, whole) + self.tokens * gathered) + self.attended
+        return self.width * (self._divided(part, operations.kept_cut, whole) + self.tokens * gathered) + self.attended
 
     def _kept(self, part: Part) -> float:
         whole = self._interior(part)
         if part.kind != "block" or self.policy.kind == "none":
             return whole
         if self.policy.kind == "selective":
-            attention = self.width * self._divided(self.operations(part).attention, 0.0) + self.attended
+            attention = self.width * self._divided(part, self.operations(part).attention, 0.0) + self.attended
             return whole - attention - (1 - self.share) * self._input(part)
         return self.share * self._input(part) / (self.policy.every or 1)
 
     def _input(self, part: Part) -> float:
         """Return the bytes of a recomputed module's input."""
-        return self.width * self._divided(0.0, self.operations(part).input)
+        return self.width * self._divided(part, 0.0, self.operations(part).input)
 
     def _transients(self, part: Part, waiting: float) -> tuple[float, ...]:
         """Return the bytes beyond what is kept, at the instants that may be the fullest.
@@ -194,7 +198,7 @@ def _footprints(run: Run) -> dict[Part, Footprint]:
     alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
     by_part = {}
     for part in run.model.parts:
-        outputs = _outputs(part, run.tp, run.sequence_parallel)
+        outputs = _outputs(part, run.tp, run.slices(part))
         key = id(run.operations(part)), outputs
         if key not in alike:
             alike[key] = run.footprint(part, outputs, waiting)
@@ -203,8 +207,8 @@ def _footprints(run: Run) -> dict[Part, Footprint]:
 
 
 @lru_cache(maxsize=4096)
-def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
-    """Count the elements that a token has behind a part's trained weights, biases left out."""
+def _outputs(part: Part, tp: int, slices: int) -> float:
+    """Count the elements that a token has behind a part's trained weights, biases left out: of slices behind norms."""
     elements = 0.0
     for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
         if weight.name.endswith("bias"):
@@ -212,5 +216,5 @@ def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
         rows = float(weight.local(tp)[0])
         if len(weight.shape) > 2:  # experts: those that a token meets
             rows *= weight.local(tp)[1] * (part.active or part.numel) / part.numel
-        elements += rows / (tp if sequence_parallel and len(weight.shape) == 1 else 1)
+        elements += rows / (slices if len(weight.shape) == 1 else 1)
     return elements
