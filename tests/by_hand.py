@@ -73,7 +73,11 @@ def fullest(kind, pp_stage=None, **plan):
 
 
 def kept(kind, tp, sequence_parallel=False):
-    """Bytes that a token keeps in a part. Inputs of a block's attention and MLP are gathered whole for the backward."""
+    """Bytes that a token keeps in a part.
+
+    Sequence parallelism cuts sequences in blocks alone; inputs of attention and MLP are gathered whole for the backward.
+    """
     cut, whole = KEPT[kind]
-    gathered = 4 * HIDDEN if kind == "block" and sequence_parallel else 0
-    return cut / tp + (whole - gathered) / (tp if sequence_parallel else 1) + gathered
+    if kind != "block" or not sequence_parallel:
+        return cut / tp + whole
+    return cut / tp + (whole - 4 * HIDDEN) / tp + 4 * HIDDEN

@@ -201,7 +201,7 @@ def test_what_recomputation_keeps_and_brings_back(policy, kept, again):
     assert head["activations"] == TOKENS * (EMBEDDING_KEPT + 4 * kept + HEAD_KEPT)
 
 
-def test_tp_divides_what_is_cut_and_sequence_parallelism_the_rest_but_gathered_inputs():
+def test_tp_divides_what_is_cut_and_sequence_parallelism_blocks_rest_but_gathered_inputs():
     for sequence in (False, True):
         found = fullest("head", dp=1, stage=0, tp=2, sequence_parallel=sequence)
         embedding, block, head = (kept(kind, 2, sequence) for kind in ("embedding", "block", "head"))
@@ -232,6 +232,16 @@ def test_outputs_of_experts_are_those_that_a_token_meets():
     for tp in (1, 2):
         found = footprints(model, ParallelPlan(tp=tp, micro_batch=2))[experts]
         assert found.for_weights == pytest.approx(2 * TOKENS * (8 + 8 * 24 / tp * (numel // 4) / numel), rel=1e-12)
+
+
+def test_a_norm_hands_on_slices_of_sequences_in_blocks_alone():
+    first, block, last = (
+        replace(part, units=(Unit(part.kind, (Weight(f"{part.kind}.norm", (HIDDEN,)),)),))
+        for part in (model_of().parts[0], model_of().parts[1], model_of().parts[-1])
+    )
+    model = ModelSpec("norms", (first, block, last), LENGTH, HIDDEN, VOCAB, heads=4, kv_heads=4)
+    found = footprints(model, ParallelPlan(tp=2, sequence_parallel=True, micro_batch=2))
+    assert [found[part].for_weights / (2 * TOKENS * HIDDEN) for part in (first, block, last)] == [1, 1 / 2, 1]
 
 
 # --- buffers of reductions ------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def test_gradients_of_weights_pile_up_in_a_part_s_backward_of_weights():
     assert found["activations"] == 4 * (3 * TOKENS * (EMBEDDING_KEPT + BLOCK_KEPT) + BLOCK_HEAD - LOGITS)
 
 
-def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_whole():
-    """A norm's weight is not cut, so that its output is a slice of the sequence."""
+def test_sequence_parallelism_divides_a_norm_s_backward_and_leaves_the_last_norm_s_output_whole():
+    """Behind the last block a rank has whole sequences again."""
     found = {}
     for sequence in (False, True):
         model = model_of(root=16_384)
@@ -122,7 +122,7 @@ def test_sequence_parallelism_divides_a_norm_s_backward_and_outputs_that_are_who
     norm = 16_384
     for sequence, bytes_ in found.items():
         embedding, block, head = (kept(kind, 2, sequence) for kind in ("embedding", "block", "head"))
-        outputs = 128 / 2 + 128 + 64 / 2 + norm / (2 if sequence else 1)
+        outputs = 128 / 2 + 128 + 64 / 2 + norm
         assert bytes_.parts["activations"] == 2048 * LENGTH * (3 * (embedding + block) + (block + head) + 2 * outputs)
 
 
@@ -160,15 +160,15 @@ def test_bounds_leave_out_no_rank_and_no_moment_that_is_the_fullest(schedule, ac
         plan = ParallelPlan(pp=pp, accumulate=accumulate, schedule=schedule, activations=activations)
         alone = [_Ranks(model, plan, (stage,)) for stage in range(pp)]
         for rank in alone:
-            fullest = rank._starts()
+            fullest = rank._backwards()
             assert fullest
-            for (turn, kind, reduces, come), (total, _, start) in fullest.items():
-                alike = [moment for moment in moments(plan, rank.stages[0]) if moment.kind == kind]
+            for turn, reduces, start, others, passed in fullest:
+                alike = [moment for moment in moments(plan, rank.stages[0]) if moment.kind == start.moment.kind]
                 alike = [each for each in alike if each.chunk == start.moment.chunk and each.final == reduces]
-                alike = [each for each in alike if each.come == come]
+                alike = [each for each in alike if each.come == start.moment.come]
                 bytes_of = [bytes_at(moment, turn, rank) for moment in alike]
-                assert total == max(bytes_of)
-                assert total == bytes_at(start.moment, turn, rank)
+                assert others + passed == max(bytes_of)
+                assert others + passed == bytes_at(start.moment, turn, rank)
             assert rank.fullest.peak.total <= rank.at_most()
         most = max(sum(rank.base.values()) + rank.fullest.peak.total for rank in alone)
         assert isclose(memory(model, plan).allocated, most)

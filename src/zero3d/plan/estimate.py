@@ -85,7 +85,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     """
     chosen = profile(system) if isinstance(system, str) else system
     as_zero3d = chosen.pace.as_zero3d
-    plan = _resolved(model, cluster, plan, as_zero3d)
+    plan = _resolved(model, cluster, plan, as_zero3d=as_zero3d)
     memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
     return Priced.of(model, cluster, plan, chosen, memory)
 
@@ -99,7 +99,7 @@ def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, 
 
 
 @lru_cache(maxsize=64)
-def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, as_zero3d: bool) -> ParallelPlan:
+def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, *, as_zero3d: bool) -> ParallelPlan:
     """Return the plan with its algorithm, executor and weights chosen. Raises ConfigError for what cannot be."""
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
         check_rules(plan)

@@ -46,9 +46,9 @@ class Footprint(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
-    """Return the footprint of one micro-batch of `plan` in every part of the model."""
-    run = _Run(
+def run_of(model: ModelSpec, plan: ParallelPlan) -> Run:
+    """Return what footprints depend on: plans that differ in ZeRO alone have one."""
+    return Run(
         model,
         plan.tp,
         plan.mesh.sequence_parallel,
@@ -59,8 +59,13 @@ def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
         plan.dispatches,
         kept_more(model, plan),
         tiles_loss(model, plan),
+        plan.pp == 1,
     )
-    return _footprints(run, plan.pp == 1)
+
+
+def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
+    """Return the footprint of one micro-batch of `plan` in every part of the model."""
+    return run_of(model, plan).footprints
 
 
 def tiles_loss(model: ModelSpec, plan: ParallelPlan, micro_batch: int | None = None) -> bool:
@@ -80,12 +85,13 @@ def tied_bytes(model: ModelSpec, tp: int, compute: Dtype) -> float:
     return float(sum(w.numel // tp * dtype_of(w.itemsize, compute).itemsize for w in weights if w.trainable))
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """A model and the settings that a part's bytes depend on.
 
     share     of an input that is kept here
     attended  bytes that an attention keeps of sequences that are shared out, beyond those of its own rows
     tiled     the loss is computed tile by tile
+    uncut     no pipeline cuts the model
     """
 
     model: ModelSpec
@@ -98,11 +104,17 @@ class _Run(NamedTuple):
     dispatches: bool
     attended: float
     tiled: bool
+    uncut: bool
 
     @property
     def width(self) -> float:
         """Return the factor to figures, which are of a 2-byte run."""
         return max(1.0, self.compute.itemsize / 2)
+
+    @property
+    def footprints(self) -> dict[Part, Footprint]:
+        """Return the footprint of every part of the model."""
+        return _footprints(self)
 
     def footprint(self, part: Part, outputs: float, waiting: float) -> Footprint:
         """Compute a part's footprint. outputs: of `_outputs`; waiting: of `tied_bytes`."""
@@ -123,9 +135,13 @@ class _Run(NamedTuple):
             skipped=skipped,
         )
 
-    def _divided(self, cut: float, whole: float) -> float:
+    def slices(self, part: Part) -> int:
+        """Count the slices that tp ranks have of a part's sequences: they are whole around the blocks."""
+        return self.tp if self.sequence_parallel and part.kind == "block" else 1
+
+    def _divided(self, part: Part, cut: float, whole: float) -> float:
         """Return the bytes of one micro-batch's tokens on this rank."""
-        return self.tokens * (cut / self.tp + whole / (self.tp if self.sequence_parallel else 1))
+        return self.tokens * (cut / self.tp + whole / self.slices(part))
 
     def operations(self, part: Part) -> Operations:
         """Return what a part does in this run."""
@@ -136,27 +152,27 @@ class _Run(NamedTuple):
         """Return all that a part keeps where nothing is recomputed."""
         operations = self.operations(part)
         if part.kind != "block":
-            kept = self._divided(operations.kept_cut, operations.kept_whole)
+            kept = self._divided(part, operations.kept_cut, operations.kept_whole)
             if part.kind == "head" and self.tiled:
                 without = max(0.0, kept - 4.0 * self.tokens * self.model.vocab / self.tp)
                 return min(without, KEPT_NORM * self.tokens * self.model.hidden)
             return kept
         gathered = 4.0 * self.model.hidden if self.sequence_parallel else 0.0  # inputs of attention and MLP
         whole = max(0.0, operations.kept_whole - gathered)
-        return self.width * (self._divided(operations.kept_cut, whole) + self.tokens * gathered) + self.attended
+        return self.width * (self._divided(part, operations.kept_cut, whole) + self.tokens * gathered) + self.attended
 
     def _kept(self, part: Part) -> float:
         whole = self._interior(part)
         if part.kind != "block" or self.policy.kind == "none":
             return whole
         if self.policy.kind == "selective":
-            attention = self.width * self._divided(self.operations(part).attention, 0.0) + self.attended
+            attention = self.width * self._divided(part, self.operations(part).attention, 0.0) + self.attended
             return whole - attention - (1 - self.share) * self._input(part)
         return self.share * self._input(part) / (self.policy.every or 1)
 
     def _input(self, part: Part) -> float:
         """Return the bytes of a recomputed module's input."""
-        return self.width * self._divided(0.0, self.operations(part).input)
+        return self.width * self._divided(part, 0.0, self.operations(part).input)
 
     def _transients(self, part: Part, waiting: float) -> tuple[float, ...]:
         """Return the bytes beyond what is kept, at the instants that may be the fullest.
@@ -177,13 +193,12 @@ class _Run(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _footprints(run: _Run, whole: bool) -> dict[Part, Footprint]:
-    """Return the footprints by part. whole: no pipeline cuts the model."""
-    waiting = tied_bytes(run.model, run.tp, run.compute) if whole else 0.0
+def _footprints(run: Run) -> dict[Part, Footprint]:
+    waiting = tied_bytes(run.model, run.tp, run.compute) if run.uncut else 0.0
     alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
     by_part = {}
     for part in run.model.parts:
-        outputs = _outputs(part, run.tp, run.sequence_parallel)
+        outputs = _outputs(part, run.tp, run.slices(part))
         key = id(run.operations(part)), outputs
         if key not in alike:
             alike[key] = run.footprint(part, outputs, waiting)
@@ -192,8 +207,8 @@ def _footprints(run: _Run, whole: bool) -> dict[Part, Footprint]:
 
 
 @lru_cache(maxsize=4096)
-def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
-    """Count the elements that a token has behind a part's trained weights, biases left out."""
+def _outputs(part: Part, tp: int, slices: int) -> float:
+    """Count the elements that a token has behind a part's trained weights, biases left out: of slices behind norms."""
     elements = 0.0
     for weight in (weight for unit in part.units for weight in unit.weights if weight.trainable):
         if weight.name.endswith("bias"):
@@ -201,5 +216,5 @@ def _outputs(part: Part, tp: int, sequence_parallel: bool) -> float:
         rows = float(weight.local(tp)[0])
         if len(weight.shape) > 2:  # experts: those that a token meets
             rows *= weight.local(tp)[1] * (part.active or part.numel) / part.numel
-        elements += rows / (tp if sequence_parallel and len(weight.shape) == 1 else 1)
+        elements += rows / (slices if len(weight.shape) == 1 else 1)
     return elements

@@ -14,11 +14,11 @@ sent lives until something acknowledges it (pipeline/acknowledgements.py); in gp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, takewhile
 from operator import le, mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zero3d.pipeline.acknowledgements import BACKWARDS, Work, acknowledgements
 from zero3d.pipeline.actions import Action
@@ -55,9 +55,6 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     if plan.pp == 1:
         return (_alone(plan),)
     return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
-
-
-_Key = tuple[str, int, bool, tuple[bool, ...]]  # kind, chunk, final and come
 
 
 def _alone(plan: ParallelPlan) -> Moment:
@@ -169,6 +166,9 @@ def _first_in_flight(name: str, pp: int, count: int, stage: int) -> tuple[int, .
     return tuple(min(count, forwards[turn]) for turn in range(schedule.chunks_per_rank))
 
 
+_Counts = tuple[tuple[int, ...], tuple[int, ...], int, tuple[bool, ...]]  # in flight, waiting, under way, come
+
+
 @lru_cache(maxsize=4096)
 def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     schedule = Schedule.of(name)
@@ -176,54 +176,40 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     ends = WEIGHTS if schedule.splits_backward else WHOLE
     alive, waiting = [0] * len(turns), [0] * len(turns)
     left = dict.fromkeys(((kind, chunk) for kind in (WHOLE, INPUTS, WEIGHTS) for chunk in turns), count)
-    alike: dict[_Key, dict[tuple[Any, ...], None]] = {}
+    come = (False,) * len(turns)
+    alike: dict[tuple[str, int, bool], dict[_Counts, None]] = {}
     under_way = _under_way(schedule, pp, count, stage)
     for (kind, chunk, _), sent in zip(actions_of_rank(name, pp, count, stage), under_way, strict=True):
         turn = turns[chunk]
         if kind == "F":
             alive[turn] += 1
             continue
-        over = [left[ends, each] < count for each in turns]
-        come = tuple(over) if schedule.splits_backward else (any(over),) * len(over)
         left[kind, chunk] -= 1
         waiting[turn] -= kind == WEIGHTS
         final = left[kind, chunk] == 0
-        alike.setdefault((kind, chunk, final, come), {})[tuple(alive), tuple(waiting), sent] = None
+        alike.setdefault((kind, chunk, final), {})[tuple(alive), tuple(waiting), sent, come] = None
         waiting[turn] += kind == INPUTS
         alive[turn] -= kind == ends
-    fullest = {key: _fullest(list(found)) for key, found in alike.items()}
+        if kind == ends and not come[turn]:
+            come = tuple([there or kind == WHOLE or each == turn for each, there in enumerate(come)])
     return tuple(
         Moment(chunk, kind, in_flight, waits, sent, final, come)
-        for (kind, chunk, final, come), found in fullest.items()
-        for later in (_later(fullest, (kind, chunk, final, come)),)
-        for in_flight, waits, sent in found
-        if not any(_no_more((*in_flight, *waits, sent), (*alive, *w, s)) for each in later for alive, w, s in each)
+        for (kind, chunk, final), found in alike.items()
+        for in_flight, waits, sent, come in _fullest(list(found))
     )
 
 
-def _later(fullest: Mapping[_Key, list[tuple[Any, ...]]], of: _Key) -> list[list[tuple[Any, ...]]]:
-    """Return the moments like these at which more gradients have come."""
-    if all(of[3]):
-        return []
-    return [each for key, each in fullest.items() if key != of and key[:3] == of[:3] and _no_more(of[3], key[3])]
-
-
-def _fullest(rivals: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def _fullest(rivals: Sequence[_Counts]) -> list[_Counts]:
     """Return the counts of moments than which no other one has as much of everything, in their order.
 
     All are of one chunk and kind, and no two are equal: only one with more in all can have as much of everything.
     """
-    flat = [(*alive, *waiting, sent) for alive, waiting, sent in rivals]
+    flat = [(*alive, *waiting, sent, *come) for alive, waiting, sent, come in rivals]
     found: list[int] = []
     by_sum = sorted(range(len(flat)), key=lambda number: -sum(flat[number]))
     for _, alike in groupby(by_sum, key=lambda number: sum(flat[number])):
-        found += [number for number in alike if not any(_no_more(flat[number], flat[other]) for other in found)]
+        found += [number for number in alike if not any(all(map(le, flat[number], flat[more])) for more in found)]
     return [rivals[number] for number in sorted(found)]
-
-
-def _no_more(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Say whether one has no more of anything than the other."""
-    return all(map(le, one, other))
 
 
 def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> list[int]:

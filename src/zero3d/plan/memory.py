@@ -30,11 +30,12 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from itertools import compress
+from functools import cached_property, lru_cache, reduce
+from itertools import accumulate, compress
 from math import inf
+from operator import add, sub
 from typing import NamedTuple
 
 from zero3d.account.states import GradientBytes, gradient_bytes
@@ -45,7 +46,7 @@ from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.decided import policy_of
-from zero3d.plan.footprint import Footprint, footprints
+from zero3d.plan.footprint import Footprint, Run, run_of
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, first_in_flight, rivals
 from zero3d.plan.inputs import on_host, ring_here, share_here, slots_on_host
 from zero3d.plan.matrices import working as bytes_of_matrices
@@ -53,7 +54,7 @@ from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, partit
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, check_rules, states, states_key
-from zero3d.plan.windows import Backward, Windows, backwards, sums_bytes
+from zero3d.plan.windows import NOTHING, Backward, Windows, backwards, sums_bytes
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
@@ -62,7 +63,6 @@ IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written
 
 RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
-NOTHING = Windows(0.0, 0.0, 0.0)
 NO_GRADIENTS = GradientBytes(0.0, 0.0)
 CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
 NOISE = 4 << 18  # bytes of the table by which moments are rounded to bf16
@@ -157,8 +157,8 @@ def _fullest(ranks: Sequence[_Ranks]) -> tuple[_Ranks, _Fullest]:
 def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) -> float:
     """Return bytes that the fullest rank's device shows at least: those of the first pipeline stage.
 
-    above  a bound of more bytes will do: what is there all the time, or as the first backward begins, where that is
-           above it; else the fullest instant, which takes longer to find
+    above  a bound of more bytes will do: what is there all the time and gradients, or as the first backward begins,
+           where that is above it; else the fullest instant, which takes longer to find
 
     A part in 10^9 is left out, so that sums in another order are never below. Raises ConfigError as `memory` does.
     """
@@ -167,7 +167,7 @@ def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) ->
     def shown(activations: float) -> float:
         return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + activations), plan)
 
-    least = shown(0.0)
+    least = shown(rank.gradients)
     if least <= above:
         least = shown(rank.first_backward())
     return least if least > above else shown(rank.fullest.peak.total)
@@ -258,7 +258,7 @@ class _Holding:
     @cached_property
     def still(self) -> list[Backward]:
         """Return the same where nothing is reduced before the end."""
-        return [_without_wire(moving) for moving in self.moving]
+        return [moving.without_wire() for moving in self.moving]
 
     @cached_property
     def step(self) -> Peak:
@@ -300,12 +300,6 @@ class _Holding:
         return float(record_scratch(self.shard.bucket, "cuda", *how) + copies * self.shard.bucket)
 
 
-def _without_wire(moving: Backward) -> Backward:
-    """Return the buffers of a backward in which nothing is reduced before its end."""
-    alike = {windows: windows._replace(wire=0.0) for windows in moving.turns}
-    return moving._replace(turns=tuple(alike[windows] for windows in moving.turns), end=NOTHING)
-
-
 @lru_cache(maxsize=4096)
 def _holding(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Holding:
     """Return what all plans with this key have alike. plan: a `_holding_key`."""
@@ -334,24 +328,18 @@ class _Activations:
     footprints  of its parts, in the order of backwards
     kept        bytes from a micro-batch's forward to its backward, in the order of forwards
     alive       the same, added up in the order of backwards
+    begins      of each part, the place of the one with which the backward of its recomputed segment begins: what has
+                been recomputed is all there then, and gradients of its other blocks are not
     """
 
-    def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
-        self._plan, by_part = plan, footprints(model, plan)
-        self._parts = list(chunks_of_rank(model, plan, stage).values())
-        self._forwards = [[by_part[part] for part in parts] for parts in self._parts]
+    def __init__(self, run: Run, chunks: Sequence[Sequence[Part]]) -> None:
+        """Look up what each part keeps. chunks: their parts."""
+        by_part = run.footprints
+        self._forwards = [[by_part[part] for part in parts] for parts in chunks]
         self.footprints = [footprints[::-1] for footprints in self._forwards]
         self.kept = [sum([each.kept for each in footprints]) for footprints in self._forwards]
         self.alive = [sum([each.kept for each in footprints]) for footprints in self.footprints]
-        self._fullest: dict[tuple[int, bool, bool], int] = {}
-
-    @cached_property
-    def begins(self) -> list[Sequence[int]]:
-        """Return, of each part, the place of the one with which the backward of its recomputed segment begins.
-
-        What has been recomputed is all there then, and gradients of its other blocks are not.
-        """
-        return [_begins(parts, Policy.of(self._plan.activations).every or 1) for parts in self._parts]
+        self.begins = [_begins(parts, run.policy.every or 1) for parts in chunks]
 
     @cached_property
     def between(self) -> list[float]:
@@ -363,25 +351,33 @@ class _Activations:
             for kept, footprints in zip(self.kept, self._forwards, strict=True)
         ]
 
-    def fullest(self, turn: int, reduces: bool, first: bool, moving: Backward) -> int:
+    @cached_property
+    def _most(self) -> list[list[float]]:
+        """Return the bytes of this micro-batch at the fullest instant of each part's backward."""
+        return [
+            [
+                before + footprint.again + max(footprint.transients)
+                for before, footprint in zip(
+                    accumulate([each.kept for each in footprints[:-1]], sub, initial=alive), footprints, strict=True
+                )
+            ]
+            for alive, footprints in zip(self.alive, self.footprints, strict=True)
+        ]
+
+    def before(self, turn: int, at: int, alive: float) -> float:
+        """Return what is kept as a part's backward begins, of so many bytes as the chunk's begins."""
+        return reduce(sub, [each.kept for each in self.footprints[turn][:at]], alive)
+
+    def fullest(self, turn: int, moving: Backward, first: bool) -> int:
         """Return which part's backward is the fullest, whatever other micro-batches keep: all have that.
 
-        Of alike parts in a row it is the first, where most is kept, or the last, where most gradients are.
+        first  it is a step's first one, in which gradients come
         """
-        if (turn, reduces, first) not in self._fullest:
-            alive, most, footprints = self.alive[turn], (-inf, 0), self.footprints[turn]
-            before, last = None, len(footprints) - 1
-            for at, (footprint, windows) in enumerate(zip(footprints, moving.turns, strict=True)):
-                here = id(footprint), id(windows)
-                new, before = here != before, here
-                ends = first and (at == last or here != (id(footprints[at + 1]), id(moving.turns[at + 1])))
-                if new or ends:
-                    total = alive + footprint.again + max(footprint.transients) + sum(windows)
-                    come = sum(moving.gradients[self.begins[turn][at]]) if first else 0.0
-                    most = max(most, (total + come, -at))
-                alive -= footprint.kept
-            self._fullest[turn, reduces, first] = -most[1]
-        return self._fullest[turn, reduces, first]
+        nbytes = list(map(add, self._most[turn], moving.nbytes))
+        if first:
+            come = [sum(gradients) for gradients in moving.gradients]
+            nbytes = [there + come[at] for there, at in zip(nbytes, self.begins[turn], strict=True)]
+        return nbytes.index(max(nbytes))
 
 
 def _begins(parts: Sequence[Part], length: int) -> Sequence[int]:
@@ -394,10 +390,10 @@ def _begins(parts: Sequence[Part], length: int) -> Sequence[int]:
     return [len(parts) - 1 - last.get(place, place) for place in reversed(places)]
 
 
-@lru_cache(maxsize=64)
-def _activations(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Activations:
-    """Return what all ranks have alike whose chunks are like those of this one."""
-    return _Activations(model, plan, stage)
+@lru_cache(maxsize=1024)
+def _activations(run: Run, partition: ParallelPlan, stage: int) -> _Activations:
+    """Return what ranks have alike whose chunks are like those of this one. partition: of rank_model's key."""
+    return _Activations(run, list(chunks_of_rank(run.model, partition, stage).values()))
 
 
 @lru_cache(maxsize=256)
@@ -414,11 +410,20 @@ class _Fullest(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A backward that begins: of which of a rank's chunks, whether gradients are reduced in it, and when."""
+    """A backward that begins.
+
+    turn     of which of a rank's chunks
+    reduces  gradients are reduced in it
+    start    when
+    others   bytes that other micro-batches keep
+    passed   those of hidden states and gradients beside what is kept
+    """
 
     turn: int
     reduces: bool
     start: Start
+    others: float
+    passed: float
 
 
 class _Ranks:
@@ -452,7 +457,12 @@ class _Ranks:
     @cached_property
     def _activations(self) -> _Activations:
         """Return what a micro-batch keeps."""
-        return _activations(self.model, self.plan, self._alike)
+        return _activations(run_of(self.model, self.plan), partition_key(self.plan), self._alike)
+
+    @property
+    def gradients(self) -> float:
+        """Return the bytes of all gradients of model states, which are there as a step ends."""
+        return sum(self._holding.all)
 
     def inputs(self) -> float:
         """Return the bytes of inputs on the host, of the rank that has most there."""
@@ -486,29 +496,19 @@ class _Ranks:
     @cached_property
     def fullest(self) -> _Fullest:
         """Return the fullest instant; of several the first stage's."""
-        instants = [
-            _Fullest(peak, start.stage)
-            for (turn, _, reduces, _), (total, passed, start) in self._starts().items()
-            for peak in self._of(_Running(turn, reduces, start), total - passed, passed)
-        ]
+        instants = [_Fullest(peak, running.start.stage) for running in self._backwards() for peak in self._of(running)]
         instants.append(_Fullest(self._holding.step, self.stages[0]))
         return max(instants, key=lambda each: (each.peak.total, -each.stage))
 
     def instants(self) -> Iterator[Peak]:
         """Yield the instants of the fullest backward, in their order, then the optimizer's step."""
-        backwards = [
-            (_Running(turn, reduces, start), total - passed, passed)
-            for (turn, _, reduces, _), (total, passed, start) in self._starts().items()
-        ]
-        running, others, passed = max(
-            backwards, key=lambda each: max((peak.total for peak in self._of(*each)), default=0.0)
-        )
+        running = max(self._backwards(), key=lambda each: max((peak.total for peak in self._of(each)), default=0.0))
         if running.start.moment.chunk > 0 and running.start.moment.kind in (INPUTS, WEIGHTS):
-            yield from self._of(running, others, passed)
+            yield from self._of(running)
         else:
             for at in range(len(self._parts(running))):
-                yield self._part_of_whole(running, others, passed, at)
-            yield self._end_of_whole(running, others, passed)
+                yield self._part_of_whole(running, at)
+            yield self._end_of_whole(running)
         yield self._holding.step
 
     @property
@@ -517,31 +517,33 @@ class _Ranks:
         gradients = self._holding.all if self.plan.offload.states else NO_GRADIENTS
         return Peak("between two steps", 0.0, 0.0, 0.0, *NOTHING, *gradients)
 
-    def _starts(self) -> dict[tuple[int, str, bool, tuple[bool, ...]], tuple[float, float, Start]]:
-        """Return the backwards than whose beginnings none alike has more bytes, with these; and of them, passed on.
+    def _backwards(self) -> Iterable[_Running]:
+        """Return the backwards than whose beginnings none alike has more bytes.
 
         A group has at most what it would have were all of its micro-batches of the chunk that keeps most.
         """
         sizes, hidden = self._sizes, self._hidden
         most, most_half = self._most
-        fullest: dict[tuple[int, str, bool, tuple[bool, ...]], tuple[float, float, Start]] = {}
+        fullest: dict[tuple[int, str, bool, tuple[bool, ...]], _Running] = {}
         for turn, kind, final, come, groups, _ in self._rivals:
-            key, running = (turn, kind, final or self._every_micro_batch, come), sizes[turn][0]
-            top, _, first = fullest.get(key, (-inf, 0.0, groups[0].starts[0]))
+            reduces, own = final or self._every_micro_batch, sizes[turn][0]
+            key = turn, kind, reduces, come
+            best = fullest.get(key)
+            top, first = (-inf, 0) if best is None else (best.others + best.passed, best.start.number)
             bounds = [whole * most + waiting * most_half + passed * hidden for whole, waiting, passed, _ in groups]
             for place in sorted(range(len(groups)), key=bounds.__getitem__, reverse=True):
-                if (1 + 1e-9) * bounds[place] - running < top:
+                if (1 + 1e-9) * bounds[place] - own < top:
                     break
                 passed = groups[place].passed * hidden
                 for start in groups[place].starts:
-                    others = -running
+                    others = -own
                     for (alive, waits), (forward, half) in zip(start.flights, sizes, strict=True):
                         others += alive * forward + waits * half
                     total = others + passed
-                    if total > top or (total == top and start.number < first.number):
-                        top, first = total, start
-                        fullest[key] = total, passed, start
-        return fullest
+                    if total > top or (total == top and start.number < first):
+                        top, first = total, start.number
+                        fullest[key] = _Running(turn, reduces, start, others, passed)
+        return fullest.values()
 
     @cached_property
     def _rivals(self) -> list[Rivals]:
@@ -562,8 +564,9 @@ class _Ranks:
         found = [self._holding.step.total]
         for turn, _, final, _, groups, (flights, waiting, passed) in self._rivals:
             others = flights * most + waiting * max(0.0, most_half - most) - self._sizes[turn][0]
-            running = _Running(turn, final or self._every_micro_batch, groups[0].starts[0])
-            found += [peak.total for peak in self._of(running, others, passed * self._hidden)]
+            reduces, start = final or self._every_micro_batch, groups[0].starts[0]
+            running = _Running(turn, reduces, start, others, passed * self._hidden)
+            found += [peak.total for peak in self._of(running)]
         return (1 + 1e-9) * max(found)
 
     def _passes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -581,34 +584,32 @@ class _Ranks:
         states = tuple(came + goes for came, goes in zip(receives, sends, strict=True))
         return states, tuple(map(int, sends))
 
-    def _of(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
-        """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one.
-
-        others   bytes that other micro-batches keep
-        passed   of hidden states and gradients beside what is kept
-        """
+    def _of(self, running: _Running) -> Iterator[Peak]:
+        """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one."""
         moment = running.start.moment
         if moment.chunk > 0 and moment.kind == INPUTS:
-            return self._backward_of_inputs(running, others, passed)
+            return self._backward_of_inputs(running)
         if moment.chunk > 0 and moment.kind == WEIGHTS:
-            return self._backward_of_weights(running, others, passed)
-        return iter(()) if moment.kind == INPUTS else self._whole(running, others, passed)
+            return self._backward_of_weights(running)
+        return iter(()) if moment.kind == INPUTS else self._whole(running)
 
-    def _whole(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
+    def _whole(self, running: _Running) -> Iterator[Peak]:
         """Yield the fullest instant of a backward that lets go of what it has used."""
         first = not running.start.moment.come[running.turn]
-        at = self._activations.fullest(running.turn, running.reduces, first, self._moving(running))
-        yield self._part_of_whole(running, others, passed, at)
-        yield self._end_of_whole(running, others, passed)
+        at = self._activations.fullest(running.turn, self._moving(running), first)
+        yield self._part_of_whole(running, at)
+        yield self._end_of_whole(running)
 
-    def _part_of_whole(self, running: _Running, others: float, passed: float, at: int) -> Peak:
+    def _part_of_whole(self, running: _Running, at: int) -> Peak:
         """Return the instant of a part's backward, by its number in the order of backwards."""
-        activations, moving = self._activations, self._moving(running)
-        footprints, alive = activations.footprints[running.turn], others + activations.alive[running.turn]
-        for footprint in footprints[:at]:
-            alive -= footprint.kept
-        part = self._parts(running)[-1 - at]
-        return _backward(part, footprints[at], alive, passed, moving.turns[at], self._gradients(running, at))
+        activations, turn = self._activations, running.turn
+        alive = activations.before(turn, at, running.others + activations.alive[turn])
+        part, footprint, windows = (
+            self._parts(running)[-1 - at],
+            activations.footprints[turn][at],
+            self._moving(running).turns[at],
+        )
+        return _backward(part, footprint, alive, running.passed, windows, self._gradients(running, at))
 
     def _gradients(self, running: _Running, at: int | None = None) -> GradientBytes:
         """Return the gradients of model states in a backward, of a part of it or where it is split.
@@ -623,28 +624,30 @@ class _Ranks:
             return sum(come, NO_GRADIENTS)
         return sum(come, self._moving(running).gradients[self._activations.begins[running.turn][at]])
 
-    def _end_of_whole(self, running: _Running, others: float, passed: float) -> Peak:
-        return Peak("end of the backward", others, 0.0, passed, *self._moving(running).end, *self._holding.all)
+    def _end_of_whole(self, running: _Running) -> Peak:
+        return Peak(
+            "end of the backward", running.others, 0.0, running.passed, *self._moving(running).end, *self._holding.all
+        )
 
-    def _backward_of_inputs(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
+    def _backward_of_inputs(self, running: _Running) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""
         parts, turns = self._parts(running)[::-1], self._moving(running).turns
         footprints = self._activations.footprints[running.turn]
-        alive, last = others + self._activations.alive[running.turn], len(parts) - 1
+        alive, last = running.others + self._activations.alive[running.turn], len(parts) - 1
         gradients = self._gradients(running)
         for at, (part, footprint) in enumerate(zip(parts, footprints, strict=True)):
             if part.kind == "head" or at == last:
-                yield _backward(part, footprint, alive, passed, turns[at], gradients)
+                yield _backward(part, footprint, alive, running.passed, turns[at], gradients)
             alive += footprint.skipped + footprint.for_weights  # the graph is kept till the end, logits with it
-        yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING, *gradients)
+        yield Peak("end of the backward of inputs", alive, self._norm, running.passed, *NOTHING, *gradients)
 
-    def _backward_of_weights(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
+    def _backward_of_weights(self, running: _Running) -> Iterator[Peak]:
         """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
         given = sum(footprint.for_weights for footprint in self._activations.footprints[running.turn])
-        alive = others + self._sizes[running.turn][1] - given
+        alive = running.others + self._sizes[running.turn][1] - given
         temporary = max(given, self._holding.gradients[running.turn])
         windows = self._moving(running).turns[0]
-        yield Peak("backward of weights", alive, temporary, passed, *windows, *self._gradients(running))
+        yield Peak("backward of weights", alive, temporary, running.passed, *windows, *self._gradients(running))
 
     def _parts(self, running: _Running) -> list[Part]:
         """Return the parts of a chunk, in the order of forwards."""

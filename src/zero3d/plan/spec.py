@@ -127,7 +127,7 @@ class Operations:
     matrices   operations of matrix products with weights; tp divides them
     scores     operations of attention's scores and values; tp divides them
     kept_cut   bytes kept for the backward that tp divides (attention's and the MLP's inside)
-    kept_whole bytes kept that lie on every tp rank; sequence parallelism divides them
+    kept_whole bytes kept that lie on every tp rank; sequence parallelism divides those of blocks
     attention  of kept_cut, what recomputing attention alone frees
     eager      attention keeps its scores, as a flash kernel would not
     again      of matrices, those that recomputing attention alone repeats

@@ -45,26 +45,35 @@ class Windows(NamedTuple):
     wire: float
 
 
-class Backward(NamedTuple):
-    """Buffers of one model chunk's backward.
+NOTHING = Windows(0.0, 0.0, 0.0)
 
-    turns  in that of each of its parts, in the order of backwards
-    chunk  says which gradients of model states there are: most plans' fullest instants are not in a first backward
+
+class Backward:
+    """Has the buffers of one model chunk's backward.
+
+    turns   in that of each of its parts, in the order of backwards
+    nbytes  of each of these in all
     """
 
-    turns: tuple[Windows, ...]
-    end: Windows
-    chunk: _Chunk
+    def __init__(self, turns: Sequence[Windows], end: Windows, chunk: _Chunk) -> None:
+        """Add up what each turn has. chunk: computes gradients where they are asked for, which most plans' are not."""
+        self.turns, self.end = turns, end
+        self._chunk = chunk
+        self.nbytes = [sum(windows) for windows in turns]
+
+    def without_wire(self) -> Backward:
+        """Return the buffers of a backward in which nothing is reduced before its end."""
+        return Backward([windows._replace(wire=0.0) for windows in self.turns], NOTHING, self._chunk)
 
     @property
     def gradients(self) -> Sequence[GradientBytes]:
         """Return the gradients that have come by each turn's fullest instant in a step's first backward."""
-        return self.chunk.gradients[:-1]
+        return self._chunk.gradients[:-1]
 
     @property
     def all(self) -> GradientBytes:
         """Return those that a later one has throughout."""
-        return self.chunk.gradients[-1]
+        return self._chunk.gradients[-1]
 
 
 def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
@@ -105,7 +114,7 @@ class _Chunk:
             if near not in made:
                 made[near] = self._turn(at)
             turns.append(made[near])
-        return Backward(tuple(turns), self._end(), self)
+        return Backward(turns, self._end(), self)
 
     @cached_property
     def gradients(self) -> list[GradientBytes]:
