@@ -21,7 +21,7 @@ from model import Shape, add_adapters, batch
 from peers import Setting, build_variant
 
 SHAPE = Shape(layers=2, d=64, vocab=64)
-NAMES = ("zero3d-3", "fsdp2-reshard")
+NAMES = ("zero3d-3", "zero3d-cast-3", "fsdp2-reshard")
 CASES = {"micro-batches": {"accumulate": 2}, "recomputation": {"recompute": True}, "adapters": {"accumulate": 2}}
 
 
@@ -58,6 +58,7 @@ def trained(case):
 def test_zero3d_and_fsdp2_take_the_same_steps(ranks, case):
     for found, frozen, counted in ranks(2, trained, case):
         once = found.pop("zero3d-0")
+        assert found["zero3d-cast-3"] == found["zero3d-3"]
         assert once[-1] < once[0] - 0.2
         for losses in found.values():
             assert losses == pytest.approx(once, abs=0.05)
@@ -79,7 +80,7 @@ def looked_at():
 
 def test_memory_over_a_step_is_looked_at_at_the_same_points_of_each_engine(ranks):
     found = ranks(1, looked_at)[0]
-    assert found["zero3d-3"] == found["fsdp2-reshard"]
+    assert found["zero3d-3"] == found["zero3d-cast-3"] == found["fsdp2-reshard"]
     peaks, ends = found["zero3d-3"]
     layers = 1 + 2 * 9 + 2  # embedding; norms, matrices of each block; norm, head
     assert ends == {"forward": 2 * layers, "backward": 3 * layers + 1, "update": 3 * layers + 2}
@@ -101,6 +102,14 @@ def test_memory_is_judged_by_its_ratio_to_fsdp2s(ranks, count, limits):
     ratios = {"peak of a step": 0.98, "at rest": 1.25, "process memory": 0.96}
     assert {kind: row["ratio"] for kind, row in rows.items()} == ratios
     assert {kind: row["met"] for kind, row in rows.items()} == {kind: ratios[kind] <= limits[kind] for kind in limits}
+    cast = {"zero3d-cast-3": variants["zero3d-3"], "fsdp2-reshard": variants["fsdp2-reshard"]}
+    assert {row["kind"]: row["limit"] for row in report.compare(ranks, "bf16", cast, count)} == limits
+
+
+def test_weights_that_are_cast_are_a_variant_of_stage_3_alone():
+    assert report.variant_names(["zero3d"], [2, 3], weights="both") == ["zero3d-2", "zero3d-3", "zero3d-cast-3"]
+    assert report.variant_names(["zero3d"], [2, 3], weights="cast") == ["zero3d-2", "zero3d-cast-3"]
+    assert report.variant_names(["zero3d"], [2, 3]) == ["zero3d-2", "zero3d-3"]
 
 
 @pytest.mark.parametrize(("words", "why"), [
@@ -109,6 +118,8 @@ def test_memory_is_judged_by_its_ratio_to_fsdp2s(ranks, count, limits):
     ("--lora 8 --engines zero3d,plain", "not for plain"),
     ("--lora -1", "--lora -1 is negative: 0 leaves adapters out"),
     ("--rounds 0 --memory-steps 0", "measures nothing"),
+    ("--weights cast --stages 2", "--weights cast is for 16-bit weights at stage 3"),
+    ("--weights both --precision fp32", "--weights both is for 16-bit weights at stage 3"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(words, why, capsys):
     with pytest.raises(SystemExit):
