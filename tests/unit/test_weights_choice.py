@@ -33,6 +33,7 @@ def test_a_step_casts_once_for_every_gather_but_the_updates():
     assert four.products == pytest.approx(4 * one.products)
     assert casts_of(MODEL, small.replace(precision="fp16"), hardware).nbytes == one.nbytes / 3
     assert casts_of(MODEL, small.replace(second_shard=2), hardware).times == 0
+    assert casts_of(MODEL, small.replace(second_shard="node"), hardware).times == 1  # one host: all of dp is its node
     assert casts_of(MODEL, small.replace(shard=4), hardware).nbytes == 2 * one.nbytes
 
 
@@ -60,9 +61,7 @@ def test_cast_weights_take_less_memory_and_more_time():
 
 def test_an_update_takes_no_scratch_for_weights_that_are_cast_in_gathers():
     left_open, _ = plan()
-    kept, cast = (
-        dict(instants(MODEL, left_open.replace(weights=name)))["optimizer step"] for name in ("kept", "cast")
-    )
+    kept, cast = (dict(instants(MODEL, left_open.replace(weights=name)))["optimizer step"] for name in ("kept", "cast"))
     assert kept["wire"] > cast["wire"] == 0
 
 
