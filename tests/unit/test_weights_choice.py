@@ -34,6 +34,7 @@ def test_a_step_casts_once_for_every_gather_but_the_updates():
     assert casts_of(MODEL, small.replace(precision="fp16"), hardware).nbytes == one.nbytes / 3
     assert casts_of(MODEL, small.replace(second_shard=2), hardware).times == 0
     assert casts_of(MODEL, small.replace(second_shard="node"), hardware).times == 1  # one host: all of dp is its node
+    assert casts_of(MODEL, small.replace(second_shard=2, ep=2), hardware).times == 1  # experts have no second shard
     assert casts_of(MODEL, small.replace(shard=4), hardware).nbytes == 2 * one.nbytes
 
 
