@@ -185,6 +185,20 @@ def test_units_in_blocks_are_messages_until_they_are_used_and_none_comes_ahead()
     assert gathered("a", release="every_step") == (0, 0)
 
 
+@pytest.mark.parametrize(("ranks", "settings", "weight", "scratch"), [
+    (4, {}, 0, 0),  # others' slots have room
+    (1, {}, 0, 8), (4, {"gather_wire": "int8"}, 2, 8), (1, {"precision": "fp16"}, 0, 0),
+    (4, {"precision": "fp16", "gather_wire": "int8"}, 2, 0), (4, {"trainable": False, "gather_wire": "int8"}, 0, 0),
+])  # fmt: skip
+def test_casts_in_gathers_borrow_what_finds_no_room_in_others_slots(ranks, settings, weight, scratch):
+    layout = UnitLayout([("weight", (100, 256), 0)], ranks)
+
+    def messages(weights):
+        return gathered_at_once([("a", unit_plan(3, ranks, weights=weights, **settings), layout)], "cpu")[1]
+
+    assert messages("cast") - messages("kept") == (weight + scratch) * layout.shard
+
+
 def test_copies_of_a_shard_sum_in_the_dtype_of_sums_over_their_own_number():
     def summed(**settings):
         return sum_over_copies(unit_plan(2, copies=3, **settings))

@@ -635,6 +635,22 @@ def test_gathers_in_blocks_of_8_bits_send_less_and_are_decoded():
     assert found == pytest.approx(2 * 2 + 2 * 2 * gather + decoded)
 
 
+def test_masters_are_cast_in_gathers_and_not_in_the_update():
+    """Of 1e6 elements of a rank 18 bytes in each gather; with second shards in a step's first, but of experts, a half."""
+
+    def more(model=None, **how):
+        how = {"stage": 3, "accumulate": 1, "pace": {"as_zero3d": True}} | how
+        cast, kept = (milliseconds(model, weights=weights, **how) for weights in ("cast", "kept"))
+        return [cast[name] - kept[name] for name in ("dp", "optimizer")]
+
+    assert more(dp=2) == pytest.approx([2 * 18, -18])
+    assert more(layers(trainable=0.5), dp=2) == pytest.approx([18, -9])
+    assert more(dp=4, second_shard=2) == pytest.approx([9, -9])
+    experts = layers(stack=(EXPERTS,))
+    assert more(experts, dp=4, ep=2) == pytest.approx([2 * 18, -18])
+    assert more(experts, dp=4, ep=2, second_shard=2) == pytest.approx([9 + 2 * 9, -18])
+
+
 def test_second_shards_are_gathered_within_a_host_but_for_the_first_time():
     """Of a block's 2 MB 1 MB leaves a rank inside and half of one its host: 1 + 1 + 10 ms. Among two of a host 1 + 1.
 

@@ -5,6 +5,7 @@ import pytest
 from zero3d.plan.decided import policy_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
+from zero3d.plan.memory import instants
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.weights import Casts, casts_of, weights_note, with_weights
@@ -32,6 +33,9 @@ def test_a_step_casts_once_for_every_gather_but_the_updates():
     assert four.products == pytest.approx(4 * one.products)
     assert casts_of(MODEL, small.replace(precision="fp16"), hardware).nbytes == one.nbytes / 3
     assert casts_of(MODEL, small.replace(second_shard=2), hardware).times == 0
+    assert casts_of(MODEL, small.replace(second_shard="node"), hardware).times == 1  # one host: all of dp is its node
+    assert casts_of(MODEL, small.replace(second_shard=2, ep=2), hardware).times == 1  # experts have no second shard
+    assert casts_of(MODEL, small.replace(shard=4), hardware).nbytes == 2 * one.nbytes
 
 
 @pytest.mark.parametrize(("micro_batch", "chosen"), [(1, "kept"), (256, "cast")])
@@ -51,8 +55,15 @@ def test_cast_weights_take_less_memory_and_more_time():
     left_open, hardware = plan(micro_batch=1)
     kept, cast = (evaluate(MODEL, hardware, left_open.replace(weights=name)) for name in ("kept", "cast"))
     assert kept.memory.parts["parameters"] > 0 == cast.memory.parts.get("parameters", 0)
+    assert cast.seconds.parts["optimizer"] < kept.seconds.parts["optimizer"]
     more = cast.seconds.parts["dp"] + cast.seconds.parts["optimizer"]
     assert more > kept.seconds.parts["dp"] + kept.seconds.parts["optimizer"]
+
+
+def test_an_update_takes_no_scratch_for_weights_that_are_cast_in_gathers():
+    left_open, _ = plan()
+    kept, cast = (dict(instants(MODEL, left_open.replace(weights=name)))["optimizer step"] for name in ("kept", "cast"))
+    assert kept["wire"] > cast["wire"] == 0
 
 
 @pytest.mark.parametrize("settings", [

@@ -437,7 +437,7 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
         if policy.coded:  # every rank decodes what it gathers
             copies += _coding_seconds(step, uses * sum(share))
         if pace.as_zero3d and policy.from_masters:
-            copies += _casting_seconds(step, share, 1 if step.groups.node.size > 1 else uses)
+            copies += _casting_seconds(step, share, uses)
         first = collective(1.0, width) / units  # finds nothing to hide behind
         others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
         return copies + first + _exposed(others, end, pace.hide_dp)
@@ -467,12 +467,17 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     return times * (sending + coding)
 
 
-def _casting_seconds(step: _Step, share: Share, times: int) -> float:
-    """Return the seconds in which a rank's masters are cast in gathers, so many times in a step."""
+def _casting_seconds(step: _Step, share: Share, uses: int) -> float:
+    """Return the seconds in which a rank's masters are cast in a step's gathers.
+
+    With second shards that is in the first one alone; experts that ep shares out have none.
+    """
     known, gpu = digest(step.model), step.cluster.gpu
-    own = (share.dense + share.experts * step.plan.ep) / step.plan.shard * known.trainable / known.params
+    first = 1 if step.groups.node.size > 1 else uses
+    cast = first * share.dense + uses * share.experts * step.plan.ep
+    own = cast / step.plan.shard * known.trainable / known.params
     bandwidth = step.pace.kernels.rates_of(gpu).memory * gpu.bandwidth
-    return times * cast_bytes(policy_of(step.plan)) * own / bandwidth
+    return cast_bytes(policy_of(step.plan)) * own / bandwidth
 
 
 def _coding_seconds(step: _Step, elements: float) -> float:

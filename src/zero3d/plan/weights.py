@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zero3d.account.transients import cast_bytes
-from zero3d.plan.decided import policy_of
+from zero3d.plan.decided import node_of, policy_of
 from zero3d.plan.kernels import KERNELS, digest, step_operations
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.offload import AUTO
@@ -84,6 +84,7 @@ def casts_of(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> Cast
     gpu, rates = cluster.gpu, KERNELS.rates_of(cluster.gpu)
     trained = digest(model).trainable / (plan.tp * plan.pp * plan.shard)
     nbytes = cast_bytes(policy_of(plan)) * trained
-    times = 0 if plan.zero.second_shard is not None else 2 * plan.accumulate - 1
+    once = node_of(plan, cluster.per_node) > 1 and plan.ep == 1  # experts that ep shares out have no second shard
+    times = 0 if once else 2 * plan.accumulate - 1
     products = step_operations(model, plan) / plan.world / (rates.matrix * gpu.flops)
     return Casts(times, nbytes, times * nbytes / (rates.memory * gpu.bandwidth), products)
