@@ -122,8 +122,8 @@ def memory_in_short(words: str) -> str:
         "ranks": run["arguments"]["ranks"],
         "torch": run["torch"].partition("+")[0],
         "card_torch": load("gpu-turns")["torch"].partition("+")[0],
-        "allocated": _from_to(card_ratios["peak_gib"]),
-        "reserved": _from_to(card_ratios["peak_reserved_gib"]),
+        "allocated": _least_most(card_ratios["peak_gib"]),
+        "reserved": _least_most(card_ratios["peak_reserved_gib"]),
     }
     for name, variant in (("kept", "zero3d-3"), ("cast", "zero3d-cast-3")):
         for moment, kind in (("peak", "peak of a step"), ("rest", "at rest"), ("process", "process memory")):
@@ -131,8 +131,8 @@ def memory_in_short(words: str) -> str:
     return words.format(**filled)
 
 
-def _from_to(ratios: list[float]) -> str:
-    return f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+def _least_most(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f}-{max(ratios):.2f}x"
 
 
 def products() -> str:
