@@ -65,6 +65,6 @@ def draw_memory(results: Path, picture: Path) -> None:
     axes.set_ylabel("MiB alive on a rank")
     size, ranks = f"{found['parameters'] / 1e6:.0f} M parameters", found["arguments"]["ranks"]
     axes.set_title(f"one step of a Llama of {size} on {ranks} ranks, bf16 with fp32 masters", fontsize=10)
-    axes.legend(frameon=False, loc="lower center")
+    axes.legend(framealpha=1, edgecolor="none", loc="lower center")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, dpi=110, metadata={"Software": None, "Comment": digest(results.read_bytes())})
