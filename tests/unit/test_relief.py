@@ -76,3 +76,11 @@ def test_a_hosts_memory_is_relieved_by_what_leaves_it():
     assert found[0].saved == row.estimate.memory.host - evaluate(MODEL, A100, found[0].plan).memory.host
     on_cpu = host_bytes(8, on_cpu=True)
     assert on_cpu(row.estimate.memory) == row.estimate.memory.host + 8 * row.estimate.memory.allocated
+
+
+def test_states_of_cast_weights_are_advised_to_leave_with_weights_that_are_kept():
+    small = {"micro_batch": 1, "activations": "full"}
+    row, found = advised(PLAN.replace(stage=3, weights="cast", **small), 1e9)
+    (away,) = [each for each in found if "offload.optimizer=host" in each.settings]
+    assert away.settings == ("offload.optimizer=host", "zero.weights=kept")
+    assert away.plan == row.plan.replace(offload="host", weights="kept")

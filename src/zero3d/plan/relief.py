@@ -60,7 +60,7 @@ def reliefs(
     def turned(before: Row, settings: dict[str, str]) -> list[tuple[dict[str, str], Row]]:
         """Turn every knob once; what then takes more elsewhere than there is, is left out."""
         knobs = (knob for knob in what_if(before, model, cluster, evaluate) if _is_admissible(knob, row, cluster))
-        return [(settings | _settings(knob), Row(knob.plan, knob.estimate)) for knob in knobs]
+        return [(settings | _settings(knob, before.plan), Row(knob.plan, knob.estimate)) for knob in knobs]
 
     options = turned(row, {})
     found = [relief(*option) for option in options]
@@ -97,8 +97,12 @@ def _is_better(one: Relief, other: Relief) -> bool:
     return one.saved >= other.saved and one.slower < other.slower and len(one.settings) <= len(other.settings)
 
 
-def _settings(knob: WhatIf) -> dict[str, str]:
-    """Return a knob as a configuration says it: sequences of a step stay as many."""
+def _settings(knob: WhatIf, before: ParallelPlan) -> dict[str, str]:
+    """Return a knob as a configuration says it: a step has as many sequences, and weights may change."""
     key, _, value = knob.change.partition(": ")
-    accumulates = key in ("train.micro_batch", "mesh.sp")
-    return {key: value} | ({"train.accumulate": str(knob.plan.accumulate)} if accumulates else {})
+    accumulates, weights = key in ("train.micro_batch", "mesh.sp"), knob.plan.zero.weights
+    return (
+        {key: value}
+        | ({"train.accumulate": str(knob.plan.accumulate)} if accumulates else {})
+        | ({"zero.weights": weights} if weights != before.zero.weights else {})
+    )

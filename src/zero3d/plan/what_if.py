@@ -19,9 +19,10 @@ from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
-from zero3d.spec.zero import NODE
+from zero3d.spec.zero import KEPT, NODE
 
 Settings = Mapping[str, Any]
+KEEPS = {"zero.weights": KEPT}  # what goes with states off the device, from which no gather casts
 SAME = 5e-4  # part of a plan's memory: a smaller change is none
 
 
@@ -177,11 +178,10 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
                 "offload.gradients": AUTO,
                 "offload.gradient_dtype": "fp32",
             }
-            moved = here if place == "none" else {}
-            yield {"offload.optimizer": place, **moved}
+            yield {"offload.optimizer": place, **(here if place == "none" else KEEPS)}
         movable = plan.zero.stage == 3 and policy_of(plan).release != "every_step"
         if place != plan.offload.params and movable and place in ("none", *tiers_of(PARAMS)):
-            yield {"offload.params": place}
+            yield {"offload.params": place, **({} if place == "none" else KEEPS)}
     yield from _declared("offload", plan)
     if plan.offload.optimizer != "none":
         yield {"offload.fraction": plan.offload.fraction / 2}
