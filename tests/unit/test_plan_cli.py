@@ -10,6 +10,7 @@ from zero3d.cli.main import main
 from zero3d.cli.plan_options import tokens_of
 from zero3d.config import Lora, load
 from zero3d.errors import ConfigError
+from zero3d.page.plan_text import shown_instants
 from zero3d.plan.hardware import CATALOGUE
 from zero3d.plan.margin import Range
 from zero3d.sim import model_spec
@@ -231,6 +232,13 @@ def test_explain_s_json_has_everything_that_its_text_has(plan, config):
     assert told["cost"]["training"]["tokens"] == 100 * 4 * 128
     tight = json.loads(plan(*words, "--json", "--assert-fits", "20MB")[1])
     assert (tight["fits"], tight["fits_up_to"]) == (False, None)
+
+
+@pytest.mark.parametrize("peak", range(5))
+def test_the_fullest_instant_is_listed_also_where_it_is_the_backward_of_an_inner_block(peak):
+    names = ["logits and loss", *(f"backward of blocks.{number}" for number in (2, 1, 0)), "end of the backward"]
+    found = list(shown_instants([(name, {"activations": 1.0 + (at == peak)}) for at, name in enumerate(names)]))
+    assert [name for name, _ in found] == [name for at, name in enumerate(names) if at in (0, 1, 3, 4, peak)]
 
 
 def test_hours_are_energy_and_money_where_watts_and_a_price_are_known(plan):

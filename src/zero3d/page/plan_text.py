@@ -507,18 +507,19 @@ HELD = {  # what is alive at an instant, by what it is for
 
 
 def shown_instants(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield instants without the blocks between the first and the last whose backward it is."""
+    """Yield instants; of the blocks between the first and the last whose backward it is, only one that is the peak."""
     of_blocks = [
         at for at, (name, _) in enumerate(instants) if name.startswith("backward of") and "the embedding" not in name
     ]
-    yield from (each for at, each in enumerate(instants) if at not in of_blocks[1:-1])
+    peak = max(range(len(instants)), key=lambda at: sum(instants[at][1].values()))
+    yield from (each for at, each in enumerate(instants) if at == peak or at not in of_blocks[1:-1])
 
 
 def instant_lines(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
     """Yield a table of what is alive at each instant of a step."""
     yield "Alive at each instant of a step, in GiB:"
     rows = [
-        (name, *(f"{sum(parts.get(each, 0.0) for each in of) / GIB:.2f}" for of in (parts, *HELD.values())))
+        (name, *(figure(sum(parts.get(each, 0.0) for each in of) / GIB) for of in (parts, *HELD.values())))
         for name, parts in shown_instants(instants)
     ]
     yield from columns([("", "all", *HELD), *rows], "<" + ">" * (1 + len(HELD)))

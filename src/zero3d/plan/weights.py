@@ -47,9 +47,11 @@ class Casts(NamedTuple):
         return CAST if self.seconds < WORTH * self.products else KEPT
 
     def __str__(self) -> str:
+        casts = "1 more cast takes" if self.times == 1 else f"{self.times} more casts take"
+        share = "less than a hundredth" if self.choice == CAST else "a hundredth or more"
         return (
-            f"besides its update's a step casts {self.times} x {self.nbytes / 1e9:.3g} GB, which takes "
-            f"{self.seconds:.3g} s by the plan's rates, and products of matrices {self.products:.3g} s"
+            f"{casts} {self.seconds:.3g} s of a step by the plan's rates ({self.nbytes / 1e9:.3g} GB each), "
+            f"{share} of the {self.products:.3g} s of its matrix products"
         )
 
 
@@ -73,8 +75,10 @@ def _chosen(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> tuple
 
 def _why_kept(plan: ParallelPlan) -> str:
     """Return why weights cannot be cast in gathers that a run makes anyway; "" where they can."""
-    if not policy_of(plan).gathers or plan.shard == 1:
-        return "weights are whole for a step, or on one rank"
+    if plan.shard == 1:
+        return "one rank has all weights, and gathers none"
+    if not policy_of(plan).gathers:
+        return "weights stay whole for a step, as below stage 3 and with zero.release=every_step"
     cast = plan.replace(weights=CAST)
     return next((why for _, why in refusals(cast)), "")
 
