@@ -1,6 +1,6 @@
-"""Tokens/s of a 1B Llama by several variants in turns in one process: plain PyTorch, stages 0 and 3, FSDP2.
+"""Tokens/s of a 1B Llama in turns in one process: plain PyTorch, stages 0 and 3, stage 3 with cast weights, FSDP2.
 
-A turn builds a variant, warms it up, times its steps and frees it, for four of them do not fit a card at once. Turns go
+A turn builds a variant, warms it up, times its steps and frees it, for all of them do not fit a card at once. Turns go
 forth and back, so that each variant is early and late once.
 
     turns.8k, turns.16k                        tokens of a step, eager

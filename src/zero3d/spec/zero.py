@@ -67,8 +67,9 @@ class Zero:
     weights: str = key(
         KEPT,
         "16-bit weights beside their masters between uses (stage 3): kept, a shard of them, or cast from the masters "
-        "in each gather, which takes 2 bytes less per parameter of the shard; auto: cast where that takes less than a "
-        "hundredth of a step by the plan's rates, which zero3d train and plan explain print, else kept",
+        "in each gather, which takes 2 bytes less per parameter of the shard; auto: cast where the further casts take "
+        "less than a hundredth of a step's matrix products by the plan's rates, as zero3d train and plan explain "
+        "print, else kept",
         bits=None,
         choices=(KEPT, CAST, "auto"),
         said="{} weights",
