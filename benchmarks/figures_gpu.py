@@ -49,15 +49,16 @@ IN_SHORT = (
     "between steps and {cast_process} of process memory with `zero.weights=cast`, and {kept_peak}, "
     "{kept_rest} and {kept_process} with weights kept. On the one GPU, with one rank and PyTorch "
     "{card_torch}, it allocated {allocated} and reserved {reserved}; that was before gradients and weights "
-    "came and went, and has not been measured since ([both tables](docs/benchmarks.md#memory-beside-fsdp2))."
+    "came and went, and has not been measured since ([CPU ranks](docs/benchmarks.md#memory-beside-fsdp2), "
+    "[the GPU](docs/benchmarks.md#on-a-gpu))."
 )
 IN_SHORT_ZH = (
     "ZeRO-3 与 FSDP2 的内存之比：一个 {parameters} M 参数的 Llama，{ranks} 个 CPU rank（bf16，fp32 主权重，每"
     "步一个 micro-batch，PyTorch {torch}），用 `zero.weights=cast` 时一步的峰值为 {cast_peak}，两步之间为 "
     "{cast_rest}，进程内存为 {cast_process}；保留权重时分别为 {kept_peak}、{kept_rest} 和 {kept_process}。在"
     "那块 GPU 上（一个 rank，PyTorch {card_torch}），分配的显存是 {allocated}，保留（reserved）的是 "
-    "{reserved}；那是在梯度和权重只在使用时占内存之前，此后还没有再测过（[两张表"
-    "](docs/benchmarks.md#memory-beside-fsdp2)，英文）。"
+    "{reserved}；那是在梯度和权重只在使用时占内存之前，此后还没有再测过（[CPU"
+    "](docs/benchmarks.md#memory-beside-fsdp2)，[GPU](docs/benchmarks.md#on-a-gpu)，英文）。"
 )
 FILES = ("gpu", "gpu-features", "gpu-offload", "gpu-largest", "gpu-turns")  # the oldest first
 
