@@ -64,7 +64,7 @@ def trains(*words: str) -> tuple[str, ...]:
 
 
 _MESHES = "train.batch=32 zero.stage=3 precision=fp32 train.steps=20"
-_ENGINES = "python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --json OUT"
+_ENGINES = "python benchmarks/engines.py --engines zero3d,fsdp2,ddp,plain --weights both --rounds 30 --json OUT"
 _MEMORY = (
     "python benchmarks/engines.py --engines zero3d,fsdp2 --stages 3 --weights both --rounds 0 --family llama "
     "--micro-batch 2 --seq 64 --model layers=10,d=512,vocab=16384 --json OUT"
@@ -157,7 +157,7 @@ RECIPES = {
         Recipe("profile-accuracy", ("python benchmarks/profile_accuracy.py --rounds 3 --json OUT",)),
         Recipe("launches", _LAUNCHES, timed=False, repeats=True),
         Recipe("launches-before", _LAUNCHES, timed=False, source="cff2239dfe"),
-        Recipe("engines", (_ENGINES, *2 * (f"{_ENGINES} --memory-steps 0",))),
+        Recipe("engines", (_ENGINES, f"{_ENGINES} --memory-steps 0")),
         Recipe(
             "engines-memory",
             (f"{_MEMORY} {_MEMORY_RUNS[0]} --timeline", *(f"{_MEMORY} {words}" for words in _MEMORY_RUNS[1:])),
