@@ -76,7 +76,7 @@ class Zero:
         keyword="what stays of weights between their uses at stage 3, where masters are wider. kept: a shard; cast: "
         "nothing, a gather casts the masters: 2 bytes less per parameter over the ranks that share states, the same "
         "bits; auto: kept, as an engine alone knows no plan of its steps",
-        advice=Advice(CAST, lambda plan: plan.zero.stage == 3 and plan.shard > 1 and plan.pp == 1),
+        advice=Advice(CAST, lambda plan: plan.zero.stage == 3 and plan.shard > 1),
     )
     gather_budget: int | str | None = key(
         None,

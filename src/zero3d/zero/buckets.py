@@ -192,8 +192,10 @@ class InMasters(ShardPlace):
     @contextmanager
     def opened(self, changed: bool) -> Iterator[Tensor]:
         shard = self._arena.borrow("wire", self.masters.numel(), self._dtype)
-        yield self.bring(shard, shard[:0])
-        self._arena.give_back("wire", shard)
+        try:
+            yield self.bring(shard, shard[:0])
+        finally:
+            self._arena.give_back("wire", shard)
 
     def ahead(self) -> None: ...
 
