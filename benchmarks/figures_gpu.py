@@ -44,21 +44,12 @@ WAYS = {
     "params": "optimizer and parameters on the host, updated by the card",
 }  # fmt: skip
 IN_SHORT = (
-    "Memory of stage 3 beside FSDP2's: a Llama of {parameters} M parameters on {ranks} CPU ranks (bf16 with "
-    "fp32 masters, one micro-batch a step, PyTorch {torch}) takes {cast_peak} at a step's peak, {cast_rest} "
-    "between steps and {cast_process} of process memory with `zero.weights=cast`, and {kept_peak}, "
-    "{kept_rest} and {kept_process} with weights kept. On the one GPU, with one rank and PyTorch "
-    "{card_torch}, it allocated {allocated} and reserved {reserved}; that was before gradients and weights "
-    "came and went, and has not been measured since ([CPU ranks](docs/benchmarks.md#memory-beside-fsdp2), "
-    "[the GPU](docs/benchmarks.md#on-a-gpu))."
-)
-IN_SHORT_ZH = (
-    "ZeRO-3 与 FSDP2 的内存之比：一个 {parameters} M 参数的 Llama，{ranks} 个 CPU rank（bf16，fp32 主权重，每"
-    "步一个 micro-batch，PyTorch {torch}），用 `zero.weights=cast` 时一步的峰值为 {cast_peak}，两步之间为 "
-    "{cast_rest}，进程内存为 {cast_process}；保留权重时分别为 {kept_peak}、{kept_rest} 和 {kept_process}。在"
-    "那块 GPU 上（一个 rank，PyTorch {card_torch}），分配的显存是 {allocated}，保留（reserved）的是 "
-    "{reserved}；那是在梯度和权重只在使用时占内存之前，此后还没有再测过（[CPU"
-    "](docs/benchmarks.md#memory-beside-fsdp2)，[GPU](docs/benchmarks.md#on-a-gpu)，英文）。"
+    "In short: this Llama of {parameters} M parameters on {ranks} CPU ranks, with one micro-batch a step and "
+    "PyTorch {torch}, takes {cast_peak} of FSDP2's memory at a step's peak, {cast_rest} between steps and "
+    "{cast_process} of process memory with `zero.weights=cast`, and {kept_peak}, {kept_rest} and {kept_process} "
+    "with weights kept. On the one GPU, with one rank and PyTorch {card_torch}, stage 3 allocated {allocated} and "
+    "reserved {reserved} ([the card](#on-a-gpu)); that was before gradients and weights came and went, and has "
+    "not been measured since."
 )
 FILES = ("gpu", "gpu-features", "gpu-offload", "gpu-largest", "gpu-turns")  # the oldest first
 
@@ -183,7 +174,7 @@ def of_card() -> str:
 
 
 GPU: dict[str, Callable[[], str]] = {
-    "memory-in-short": lambda: memory_in_short(IN_SHORT), "memory-in-short-zh": lambda: memory_in_short(IN_SHORT_ZH),
+    "memory-in-short": lambda: memory_in_short(IN_SHORT),
     "gpu-parts": outcomes, "gpu-speed": speed, "gpu-fp8": products, "gpu-offload": offload,
     "gpu-ceilings": ceilings, "gpu-card": of_card,
 }  # fmt: skip
