@@ -61,7 +61,7 @@ def with_weights(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> 
 
 
 def weights_note(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> str:
-    """Say what auto becomes, with the arithmetic."""
+    """Return in a line what auto becomes in a plan, and the arithmetic behind it."""
     chosen, why = _chosen(model, plan, cluster)
     return f"zero.weights=auto: {chosen}: {why}"
 

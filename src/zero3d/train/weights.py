@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from zero3d.config import Config
-from zero3d.distributed.agreement import exchange_texts
+from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.mesh import Mesh
 from zero3d.plan.emit import plan_of
@@ -23,10 +24,15 @@ def choose_weights(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | st
     """
     if config.zero.weights != AUTO:
         return config, []
-    chosen, why = KEPT, f"zero.weights=auto: {KEPT}: this run has no plan to choose by"
-    if isinstance(plan, PlannedRun):
-        settings = plan_of(config, mesh.world)
-        chosen = with_weights(plan.model, settings, plan.cluster).zero.weights
-        why = weights_note(plan.model, settings, plan.cluster)
+    chosen, why = agree(comm, partial(_chosen, config, mesh, plan))
     chosen = exchange_texts(comm, chosen)[0]
     return replace(config, zero=replace(config.zero, weights=chosen)), [why]
+
+
+def _chosen(config: Config, mesh: Mesh, plan: PlannedRun | str | None) -> tuple[str, str]:
+    """Return what this rank would choose, and why in a line."""
+    if not isinstance(plan, PlannedRun):
+        return KEPT, f"zero.weights=auto: {KEPT}: this run has no plan to choose by"
+    settings = plan_of(config, mesh.world)
+    chosen = with_weights(plan.model, settings, plan.cluster).zero.weights
+    return chosen, weights_note(plan.model, settings, plan.cluster)

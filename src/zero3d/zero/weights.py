@@ -129,7 +129,7 @@ class Weights:
 
     @property
     def shard_or_full(self) -> Tensor:
-        """What this rank updates, in compute dtype: its shard, everything at stage 0.
+        """Return what this rank updates of the unit, in compute dtype: its shard, or everything at stage 0.
 
         On a disk it is only read; where masters are cast in gathers it is a copy.
         """
@@ -137,7 +137,7 @@ class Weights:
 
     @property
     def elements(self) -> int:
-        """How many elements this rank updates, padding among them."""
+        """Return how many elements of the unit this rank updates, padding among them."""
         return self.layout.total if self.updates_all else self.layout.shard
 
     @property
