@@ -22,7 +22,7 @@ WIRE = {"ends": 2 * ENDS, "block": 2 * BLOCK}
 TRANSIENT = {"embedding": 7.0, "block": 11.0, "head": 13.0}
 
 
-def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
+def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=(), instants_of_head=()):
     """`much`: the kind of part whose backward is the fullest instant; `root`: elements of a norm in the root unit."""
     transient = TRANSIENT | ({much: MUCH} if much else {})
     inside = Operations(
@@ -37,7 +37,13 @@ def model_of(much="", tied=False, blocks=BLOCKS, root=0, instants=()):
     before = Operations(
         0.0, kept_cut=KEPT["embedding"][0], kept_whole=KEPT["embedding"][1], transient=transient["embedding"]
     )
-    after = Operations(1.0, kept_cut=KEPT["head"][0], kept_whole=KEPT["head"][1], transient=transient["head"])
+    after = Operations(
+        1.0,
+        kept_cut=KEPT["head"][0],
+        kept_whole=KEPT["head"][1],
+        transient=transient["head"],
+        instants=instants_of_head,
+    )
     embed = Unit("embed", (Weight("embed.weight", (64, 256), cut=0),))
     units = [Unit("head", (Weight("head.weight", (64, 256), cut=0),), copy_of="embed" if tied else None)]
     if root:

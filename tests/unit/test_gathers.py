@@ -1,5 +1,8 @@
 """What is gathered ahead and what is given back: orders, the window and what is forgotten, on units without tensors."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 
@@ -93,6 +96,13 @@ class Model:
         }
 
 
+@contextmanager
+def in_backward():
+    """A backward is under way, by autograd's number of it."""
+    with mock.patch("torch._C._current_graph_task_id", lambda: 7):
+        yield
+
+
 ALONE = [f"gather {name} join {name} free {name}" for name in "abcd"]
 RAN_AHEAD = [
     "gather a gather b gather c join a free a", "gather d join b free b", "join c free c", "join d free d", "",
@@ -142,6 +152,34 @@ def test_a_first_micro_batch_follows_what_is_expected():
     assert model.micro_batch("abcdcba") == [*RAN_AHEAD[:4], "gather c join c free c", *ALONE[1::-1], ""]
     assert model.micro_batch("ad") == [RAN_AHEAD[0], "gather d join d free d", "join b free b join c free c"]
     assert model.micro_batch("ad") == ["gather a gather d join a free a", "join d free d", ""]
+
+
+def test_a_forward_gathers_nothing_ahead_for_its_backward_which_does_so_itself():
+    """Though logits would hide it: they are the fullest instant. A pipeline's plan has many such turns."""
+    for options in ({}, {"plans_step": True}):
+        model, seen = Model(**options), []
+        for _ in range(2):
+            model.gathers.begin()
+            seen = [model.use(name) for name in "abc"]
+            with in_backward():
+                model.log.clear()
+                for _ in range(2):
+                    model.gathers.begin_backward()
+                seen.append(" ".join(model.log))
+                seen += [model.use(name) for name in "bad"]
+            seen += [model.use(name) for name in "ae"]  # of a second forward
+            model.end(STEP, TURN)
+        assert seen == [
+            "gather a gather b gather c join a free a",
+            "join b free b",
+            "join c free c",
+            "gather b gather a",
+            "gather d join b free b",
+            "join a free a",
+            "gather a gather e join d free d",
+            "join a free a",
+            "join e free e",
+        ]
 
 
 def test_a_forward_without_grad_has_a_plan_of_its_own_and_the_micro_batch_around_it_goes_on():

@@ -38,13 +38,18 @@ from zero3d.spec.offload import Offload
 # ranks arrive (2). Tokens and labels are int64: 16 bytes.
 
 
-def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead():
-    assert fullest("head", dp=2) == {
-        "batch": BATCH,
-        "activations": TOKENS * (EMBEDDING_KEPT + 4 * BLOCK_KEPT + HEAD_KEPT),
+def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead_of_its_own_backward_alone():
+    kept_by_all = {"batch": BATCH, "activations": TOKENS * (EMBEDDING_KEPT + 4 * BLOCK_KEPT + HEAD_KEPT)}
+    assert fullest("head", dp=2) == kept_by_all | {"temporary": TOKENS * MUCH, "gathered": 2 * ENDS}
+    after, gradients = TOKENS * MUCH - 6_000, 6_000  # less than two blocks: the instants are as full as each other
+    model = model_of("head", instants_of_head=(Instant(0.0, MUCH), Instant(0.0, after / TOKENS, gradients)))
+    assert at(model, "backward of the head", dp=2) == kept_by_all | {
         "temporary": TOKENS * MUCH,
         "gathered": 2 * (ENDS + 2 * BLOCK),
     }
+    found = dict(instants(model, ParallelPlan(stage=3, micro_batch=2, dp=2)))
+    assert found["logits and loss"]["gathered"] == 2 * ENDS
+    assert at(model, "logits and loss", dp=2, stage=2)["temporary"] == TOKENS * MUCH  # nothing is gathered
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4, 9])
@@ -104,7 +109,7 @@ def test_a_tied_head_s_gradient_waits_for_the_embedding_s():
     assert cut["temporary"] == untied["temporary"] + 2 * ENDS / 2
     head = at(model_of("head", tied=True), "logits and loss", dp=2)
     assert head["temporary"] == TOKENS * MUCH
-    assert head["gathered"] == 2 * (ENDS + 2 * BLOCK)
+    assert head["gathered"] == 2 * ENDS
 
 
 def test_gradients_that_autograd_holds_are_divided_by_tp():

@@ -31,7 +31,8 @@ class Footprint(NamedTuple):
 
     kept         from its forward to its backward
     again        what recomputation brings back
-    transients   beyond those, at the instants of the backward that may be the fullest
+    loss         beyond those, in the loss's backward: the head alone, before its own begins
+    transient    beyond those, at the fullest instant of the part's own backward
     for_weights  gradients of weights' outputs, which a backward of inputs leaves for that of weights
     dropped      of what is kept, what a backward of inputs lets go at its end: the head's logits in fp32
     skipped      of what the part would keep, what recomputation leaves out
@@ -39,7 +40,8 @@ class Footprint(NamedTuple):
 
     kept: float
     again: float
-    transients: tuple[float, ...]
+    loss: float
+    transient: float
     for_weights: float
     dropped: float
     skipped: float
@@ -129,7 +131,7 @@ class Run(NamedTuple):
         return Footprint(
             kept,
             again,
-            self._transients(part, waiting),
+            *self._transients(part, waiting),
             for_weights=outputs * self.tokens * self.compute.itemsize,
             dropped=min(logits, kept) if part.kind == "head" and not self.tiled else 0.0,
             skipped=skipped,
@@ -174,22 +176,28 @@ class Run(NamedTuple):
         """Return the bytes of a recomputed module's input."""
         return self.width * self._divided(part, 0.0, self.operations(part).input)
 
-    def _transients(self, part: Part, waiting: float) -> tuple[float, ...]:
-        """Return the bytes beyond what is kept, at the instants that may be the fullest.
+    def _transients(self, part: Part, waiting: float) -> tuple[float, float]:
+        """Return the most bytes beyond what is kept: in the loss's backward, and in the part's own.
 
-        Of whole sequences even under sequence parallelism: they are gathered inside.
+        Of whole sequences even under sequence parallelism: they are gathered inside. A head's own backward has begun
+        where gradients of its weights are there, and in tiles, which go through both.
         """
         operations = self.operations(part)
         scale = self.width if part.kind == "block" else 1.0
         instants = operations.instants or (Instant(operations.transient, 0.0),)
-        if part.kind == "head" and self.tiled:
+        tiled = part.kind == "head" and self.tiled
+        if tiled:
             gradients = max(at.gradients for at in instants)
             instants = (Instant(0.0, TILE * self.model.hidden, gradients),)
         tied = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
-        return tuple(
-            scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + tied
-            for at in instants
-        )
+        loss, own = 0.0, 0.0
+        for at in instants:
+            nbytes = scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + tied
+            if part.kind == "head" and not tiled and not at.gradients:
+                loss = max(loss, nbytes)
+            else:
+                own = max(own, nbytes)
+        return loss, own
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,8 @@
 
     instant                                   activations                                        windows
     ----------------------------------------  -------------------------------------------------  --------------------
-    head and loss                             all kept, in flight; logits, their gradient        head, 2 blocks ahead
+    the loss                                  all kept, in flight; logits, their gradient        head
+    the head's own backward                   the same; gradients of its weights                 head, 2 blocks ahead
     backward of the last blocks               all kept, in flight; the block's transient         its own, 2 moving
     the same, recomputed                      inputs; one segment's interiors and transient      the same
     the embedding's backward                  its gradient                                       what is reduced last
@@ -356,7 +357,7 @@ class _Activations:
         """Return the bytes of this micro-batch at the fullest instant of each part's backward."""
         return [
             [
-                before + footprint.again + max(footprint.transients)
+                before + footprint.again + footprint.transient
                 for before, footprint in zip(
                     accumulate([each.kept for each in footprints[:-1]], sub, initial=alive), footprints, strict=True
                 )
@@ -374,6 +375,7 @@ class _Activations:
         first  it is a step's first one, in which gradients come
         """
         nbytes = list(map(add, self._most[turn], moving.nbytes))
+        nbytes[0] = max(nbytes[0], self.alive[turn] + self.footprints[turn][0].loss + sum(moving.loss))
         if first:
             come = [sum(gradients) for gradients in moving.gradients]
             nbytes = [there + come[at] for there, at in zip(nbytes, self.begins[turn], strict=True)]
@@ -507,7 +509,7 @@ class _Ranks:
             yield from self._of(running)
         else:
             for at in range(len(self._parts(running))):
-                yield self._part_of_whole(running, at)
+                yield from self._of_part(running, at)
             yield self._end_of_whole(running)
         yield self._holding.step
 
@@ -594,22 +596,22 @@ class _Ranks:
         return iter(()) if moment.kind == INPUTS else self._whole(running)
 
     def _whole(self, running: _Running) -> Iterator[Peak]:
-        """Yield the fullest instant of a backward that lets go of what it has used."""
+        """Yield the fullest instants of a backward that lets go of what it has used."""
         first = not running.start.moment.come[running.turn]
         at = self._activations.fullest(running.turn, self._moving(running), first)
-        yield self._part_of_whole(running, at)
+        yield from self._of_part(running, at)
         yield self._end_of_whole(running)
 
-    def _part_of_whole(self, running: _Running, at: int) -> Peak:
-        """Return the instant of a part's backward, by its number in the order of backwards."""
-        activations, turn = self._activations, running.turn
+    def _of_part(self, running: _Running, at: int) -> Iterator[Peak]:
+        """Yield the instants of a part's backward, by its number in the order of backwards: a loss's comes first."""
+        activations, turn, moving = self._activations, running.turn, self._moving(running)
         alive = activations.before(turn, at, running.others + activations.alive[turn])
-        part, footprint, windows = (
-            self._parts(running)[-1 - at],
-            activations.footprints[turn][at],
-            self._moving(running).turns[at],
-        )
-        return _backward(part, footprint, alive, running.passed, windows, self._gradients(running, at))
+        part, footprint = self._parts(running)[-1 - at], activations.footprints[turn][at]
+        gradients = self._gradients(running, at)
+        if footprint.loss:
+            yield Peak("logits and loss", alive, footprint.loss, running.passed, *moving.loss, *gradients)
+        if footprint.transient or not footprint.loss:
+            yield _backward(part, footprint, alive, running.passed, moving.turns[at], gradients)
 
     def _gradients(self, running: _Running, at: int | None = None) -> GradientBytes:
         """Return the gradients of model states in a backward, of a part of it or where it is split.
@@ -631,13 +633,15 @@ class _Ranks:
 
     def _backward_of_inputs(self, running: _Running) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""
-        parts, turns = self._parts(running)[::-1], self._moving(running).turns
+        parts, moving = self._parts(running)[::-1], self._moving(running)
         footprints = self._activations.footprints[running.turn]
         alive, last = running.others + self._activations.alive[running.turn], len(parts) - 1
         gradients = self._gradients(running)
         for at, (part, footprint) in enumerate(zip(parts, footprints, strict=True)):
+            if footprint.loss:
+                yield Peak("logits and loss", alive, footprint.loss, running.passed, *moving.loss, *gradients)
             if part.kind == "head" or at == last:
-                yield _backward(part, footprint, alive, running.passed, turns[at], gradients)
+                yield _backward(part, footprint, alive, running.passed, moving.turns[at], gradients)
             alive += footprint.skipped + footprint.for_weights  # the graph is kept till the end, logits with it
         yield Peak("end of the backward of inputs", alive, self._norm, running.passed, *NOTHING, *gradients)
 
@@ -665,13 +669,14 @@ def _backward(
     part: Part, footprint: Footprint, alive: float, passed: float, windows: Windows, gradients: GradientBytes
 ) -> Peak:
     """Return the fullest instant of a part's backward. alive: bytes of activations that are kept as it begins."""
-    instant = _instant(part, footprint.again > 0)
-    return Peak(instant, alive + footprint.again, max(footprint.transients), passed, *windows, *gradients)
+    instant = _instant(part, footprint.again > 0, footprint.loss > 0)
+    return Peak(instant, alive + footprint.again, footprint.transient, passed, *windows, *gradients)
 
 
 @lru_cache(maxsize=4096)
-def _instant(part: Part, again: bool) -> str:
-    """Name the instant. again: the part was recomputed for it."""
-    names = {"embedding": "backward of the embedding", "head": "logits and loss"}
+def _instant(part: Part, again: bool, after_loss: bool) -> str:
+    """Name the instant. again: the part was recomputed for it; after_loss: it is a head's, whose loss is over."""
+    head = "backward of the head" if after_loss else "logits and loss"  # one after the other, or in tiles
+    names = {"embedding": "backward of the embedding", "head": head}
     after = " after its recomputation" if again else ""
     return names.get(part.kind) or f"backward of {part.units[0].name if part.units else 'a block'}{after}"

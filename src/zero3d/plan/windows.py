@@ -1,7 +1,7 @@
 """Transient buffers of units, as the engine has them in one backward. No torch.
 
-    gathered   stage 3, released after every use: the root, the unit in use, and AHEAD gathered ahead of it; in blocks
-               of 8 bits these are messages, on the wire
+    gathered   stage 3, released after every use: the root, the unit in use, and AHEAD gathered ahead of it, but for the
+               loss, whose backward comes before the head's; in blocks of 8 bits these are messages, on the wire
     bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of IN_FLIGHT
                being reduced, of those that are reduced last (root and tied units); in the dtype in which they travel.
                Shards that go to the host come here first
@@ -52,18 +52,20 @@ class Backward:
     """Has the buffers of one model chunk's backward.
 
     turns   in that of each of its parts, in the order of backwards
-    nbytes  of each of these in all
+    loss    in that of the loss before them
+    nbytes  of each turn in all
     """
 
-    def __init__(self, turns: Sequence[Windows], end: Windows, chunk: _Chunk) -> None:
+    def __init__(self, turns: Sequence[Windows], loss: Windows, end: Windows, chunk: _Chunk) -> None:
         """Add up what each turn has. chunk: computes gradients where they are asked for, which most plans' are not."""
-        self.turns, self.end = turns, end
+        self.turns, self.loss, self.end = turns, loss, end
         self._chunk = chunk
         self.nbytes = [sum(windows) for windows in turns]
 
     def without_wire(self) -> Backward:
         """Return the buffers of a backward in which nothing is reduced before its end."""
-        return Backward([windows._replace(wire=0.0) for windows in self.turns], NOTHING, self._chunk)
+        turns = [windows._replace(wire=0.0) for windows in self.turns]
+        return Backward(turns, self.loss._replace(wire=0.0), NOTHING, self._chunk)
 
     @property
     def gradients(self) -> Sequence[GradientBytes]:
@@ -114,7 +116,7 @@ class _Chunk:
             if near not in made:
                 made[near] = self._turn(at)
             turns.append(made[near])
-        return Backward(turns, self._end(), self)
+        return Backward(turns, self._turn(0, ahead=0), self._end(), self)
 
     @cached_property
     def gradients(self) -> list[GradientBytes]:
@@ -173,20 +175,20 @@ class _Chunk:
         """Return the units whose shards are being summed over copies in a turn of a step's last backward."""
         return _behind(self.early[: self.passed[at]])
 
-    def _turn(self, at: int) -> Windows:
-        """Return the buffers while part number `at` is in its backward.
+    def _turn(self, at: int, ahead: int = AHEAD) -> Windows:
+        """Return the buffers while part number `at` is in its backward, and so many are gathered ahead of it.
 
-        Part 0's bucket opens after its fullest instant, the logits'.
+        Part 0's bucket opens after its fullest instant, at which autograd has its gradients.
         """
         plan, late, turns = self.plan, self.late, self.turns
         roots = [unit for unit in late if unit.owner == ROOT]
         gathered = bucket = messages = 0.0
         if self.policy.gathers:
             using = late if at == 0 else roots
-            ahead = [unit for units in turns[at + 1 : at + 1 + AHEAD] for unit in units if not unit.plan(plan).whole]
+            coming = [unit for units in turns[at + 1 : at + 1 + ahead] for unit in units if not unit.plan(plan).whole]
             shown = [unit for unit in (*using, *turns[at]) if not unit.plan(plan).whole]
-            messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if unit.plan(plan).coded)
-            whole = [unit for unit in ahead if not unit.plan(plan).coded]
+            messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in coming if unit.plan(plan).coded)
+            whole = [unit for unit in coming if not unit.plan(plan).coded]
             gathered = sum(_full_bytes(unit) for unit in (*shown, *whole))
         moving, summing = self._moving(at), self._summing(at)
         if (self.policy.often or self.policy.exact) and at > 0:

@@ -6,6 +6,9 @@ pipeline that of a whole step, whose micro-batches follow each other in a fixed 
 Forwards without grad have a record of their own. Before there is one, the layout's order stands for it, in a forward;
 the first backward gathers nothing ahead.
 
+A forward gathers nothing ahead for the backward behind it: logits and what the loss makes of them would be there
+besides, which is the fullest instant of many models. The backward does so itself, as it comes to its first unit.
+
 What is gathered ahead follows from the record and from the gathers so far: it is the same on all ranks as
 long as they use the same units in the same order, which stage 3 requires anyway. A unit that the plan did
 not expect is looked for behind the place where the micro-batch was, and the plan goes on from there.
@@ -16,6 +19,7 @@ The all-gather itself is `Weights.gather` (weights.py), and hooks.py says who us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -50,34 +54,70 @@ def goes_to_first(unit: Unit) -> bool:
     return unit.weights.sharded and unit.comm.size > 1 and not unit.comm.enqueues
 
 
+class Planned(NamedTuple):
+    """Says which units come next: `near`, to be gathered ahead, and `far`, whose shards may have a long way."""
+
+    near: Sequence[Unit]
+    far: Sequence[Unit]
+
+
+NOTHING = Planned((), ())
+
+
+class Recorded:
+    """Gathers one after another.
+
+    turns  the places of those with which a backward began
+    """
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.turns: set[int] = set()
+        self._in_backward = False
+
+    def add(self, unit: Unit, in_backward: bool) -> None:
+        """Record a gather."""
+        if in_backward and not self._in_backward:
+            self.turns.add(len(self.units))
+        self._in_backward = in_backward
+        self.units.append(unit)
+
+    def next(self, place: int) -> Planned:
+        """Return those from a place on, the near ones as far as the next backward after it begins."""
+        near = next((at for at in range(place + 1, place + AHEAD) if at in self.turns), place + AHEAD)
+        return Planned(self.units[place:near], self.units[place + AHEAD : place + AHEAD + 1])
+
+
 class Order:
     """Owns the order of gathers from one micro-batch, or forward without grad, to the next."""
 
     def __init__(self) -> None:
-        self._plan: list[Unit] = []
-        self._record: list[Unit] = []
+        self._plan = Recorded()
+        self._record = Recorded()
         self._place = 0
 
     def expect(self, units: Sequence[Unit]) -> None:
         """Plan these units, behind those that are planned, before anything was recorded."""
-        self._plan += units
+        self._plan.units += units
 
     def begin(self) -> None:
         """Begin anew: what was recorded is the plan."""
-        if self._record:
-            self._plan, self._record = self._record, []
+        if self._record.units:
+            self._plan, self._record = self._record, Recorded()
         self._place = 0
 
-    def follow(self, unit: Unit) -> list[Unit]:
-        """Record a gather, and return those that are planned next; none behind one that was not planned.
+    def follow(self, unit: Unit, in_backward: bool) -> Planned:
+        """Record a gather, and return those that are planned next; none behind one that was not planned."""
+        self._record.add(unit, in_backward)
+        if unit not in self._plan.units[self._place :]:
+            return NOTHING
+        self._place = self._plan.units.index(unit, self._place) + 1
+        planned = self._plan.next(self._place)
+        return planned._replace(near=()) if self._place in self._plan.turns else planned
 
-        One more than are gathered ahead: its shard may have a long way.
-        """
-        self._record.append(unit)
-        if unit not in self._plan[self._place :]:
-            return []
-        self._place = self._plan.index(unit, self._place) + 1
-        return self._plan[self._place : self._place + AHEAD + 1]
+    def turn(self) -> Planned:
+        """Return the first gathers of a backward that begins, where one was planned to begin here."""
+        return self._plan.next(self._place) if self._place in self._plan.turns else NOTHING
 
 
 class Gathers:
@@ -175,6 +215,11 @@ class Gathers:
             self._order = self.training
             self._order.begin()
 
+    def begin_backward(self) -> None:
+        """Begin a backward, where it comes to its first unit; repeating it is harmless."""
+        if self._order is not None:
+            self._look_ahead(self._order.turn())
+
     def begin_forward(self, order: Order) -> None:
         """Begin a forward without grad, which follows an order of its own."""
         self._interrupted, self._order = self._order, order
@@ -203,7 +248,8 @@ class Gathers:
             self.events.append(TokenEvent(unit.name, token, acquire))
 
     def _gather(self, unit: Unit, exactly: bool) -> None:
-        planned = [] if self._order is None else self._order.follow(unit)
+        in_backward = torch._C._current_graph_task_id() != -1
+        planned = NOTHING if self._order is None else self._order.follow(unit, in_backward)
         self._issue(unit, exactly)
         if unit in self._ahead:
             self._ahead.remove(unit)
@@ -224,11 +270,11 @@ class Gathers:
             with self._side.issue(unit.name):
                 unit.weights.gather(exactly)
 
-    def _look_ahead(self, planned: Sequence[Unit]) -> None:
-        for unit in planned[AHEAD:]:
+    def _look_ahead(self, planned: Planned) -> None:
+        for unit in planned.far:
             if unit.weights.state is State.SHARDED:
                 unit.weights.place.ahead()
-        for unit in planned[:AHEAD]:
+        for unit in planned.near:
             if len(self._ahead) >= AHEAD:
                 return
             if unit.weights.state is State.SHARDED and unit not in self._on_first:

@@ -279,6 +279,8 @@ class Hooks:
         self._creates_graph = torch.is_grad_enabled()
         if self._creates_graph and self.saved is not None:
             self.saved.follow_functions()
+        if units is not self._with_root:  # whose outputs the loss is made of: logits are still there
+            self._gathers.begin_backward()
         if self._reduces:
             self._reductions.look()  # before the gather, as ranks on which the last unit has no hole have begun it
         for unit in units:
