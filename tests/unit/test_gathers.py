@@ -99,7 +99,7 @@ class Model:
 @contextmanager
 def in_backward():
     """A backward is under way, by autograd's number of it."""
-    with mock.patch("torch._C._current_graph_task_id", lambda: 7):
+    with mock.patch("torch._C._current_graph_task_id", return_value=7):
         yield
 
 

@@ -58,7 +58,8 @@ class Backward:
 
     def __init__(self, turns: Sequence[Windows], loss: Windows, end: Windows, chunk: _Chunk) -> None:
         """Add up what each turn has. chunk: computes gradients where they are asked for, which most plans' are not."""
-        self.turns, self.loss, self.end = turns, loss, end
+        self.turns, self.loss = turns, loss
+        self.end = end
         self._chunk = chunk
         self.nbytes = [sum(windows) for windows in turns]
 
