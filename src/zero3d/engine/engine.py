@@ -324,12 +324,11 @@ class Engine:
         no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
-        result = self._step()
-        self.optimizer.wait()
-        return result
+        self._check_update()
+        return self._parts.stepper.step()
 
-    def _step(self, besides: Tensor | None = None) -> StepResult:
-        """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
+    def _check_update(self) -> None:
+        """Refuse an update where the caller has whole parameters open, or has changed the model behind the engine."""
         self._unsharded.refuse_open("step()")
         self._unsharded.resized = {}  # of a close() that failed: training has gone on
         if self.accumulation.reached:
@@ -338,7 +337,6 @@ class Engine:
         self._parts.registry.check()
         self._parts.freezing.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
-        return self._parts.stepper.step(besides)
 
     @notes_memory
     def train_batch(
@@ -365,24 +363,12 @@ class Engine:
         """
         self._unsharded.refuse_open("train_batch()")
         batches = list(micro_batches)
-        order, execution, stepper = self._parts.order, self._parts.execution, self._parts.stepper
-        execution.check()
+        self._parts.execution.check()
         self._refuse_window("train_batch()")
         self._counts.check(batches)
         refuse_none(len(batches), "train_batch")
-        order.begin(batches)
-        with execution.together():
-            try:
-                sums = execution.train(batches)
-                mean = self._mean(order.sum_of(sums, len(batches), trained=True))
-                parts = [mean.view(1)] if besides is None else [mean.view(1), besides()]
-            except BaseException:
-                stepper.abandon()
-                raise
-            self.last_step = self._step(torch.cat(parts))
-            if wait:
-                self.optimizer.wait()
-            return mean
+        mean, self.last_step = self._parts.stepper.train_batch(batches, self._check_update, besides, wait)
+        return mean
 
     @notes_memory
     @torch.no_grad()
@@ -399,13 +385,8 @@ class Engine:
             counted = (batch for batch, _ in zip(self._counts.checked(micro_batches), number, strict=False))
             sums = execution.evaluate(counted)
             refuse_none(run := next(number), "evaluate")
-            mean = self._mean(self._parts.order.sum_of(sums, run, trained=False))
+            mean = self._parts.stepper.mean(sums, run, trained=False)
             return self.optimizer.in_order(mean) if self.stage == 3 else mean
-
-    def _mean(self, of_dp: Tensor) -> Tensor:
-        """Return the mean loss of all ranks, of sum and weight over this rank's dp axis."""
-        everywhere = self.model_group.sum(of_dp)
-        return everywhere[0] / everywhere[1]
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int = 20, keep_full: bool = True, **options: Any) -> Tensor:
