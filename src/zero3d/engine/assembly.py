@@ -211,6 +211,7 @@ def _open_pipeline(runtime: Runtime, losses: Losses, whole: WholeParameters) -> 
         done=partial(runtime.order.close, runtime.reductions, runtime.units),
         gathered=whole.of_chunk,
         arena=runtime.axes.arena,
+        clocks=runtime.clocks,
         own_shape=tuple if runtime.sequence is None else runtime.sequence.own_shape,
     )
     return Pipeline(

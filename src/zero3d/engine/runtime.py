@@ -134,9 +134,9 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
         base.options.clip_norm,
         model_group,
     )
-    if tiers is not None:
-        optimizer.updates = tiers.updates(optimizer, axes.arena)
     clocks = Clocks(axes.arena.device)
+    if tiers is not None:
+        optimizer.updates = tiers.updates(optimizer, axes.arena, clocks)
     gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined, clocks)
     final = not policy.row.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
     everywhere = model_group.untouched(units) if final else []

@@ -1,9 +1,9 @@
 """A training step on one page: `train_batch`, then `step`, which own loops call behind their backwards.
 
-At stage 3 hooks do their work inside of these calls, unit by unit (zero/hooks.py):
+What is gathered and reduced on the way is called by hooks, unit by unit (zero/hooks.py):
 
-    forward      gather a unit before its use (Weights.gather), release it after    Gathers
-    backward     gather it again; hold its gradients, and reduce them (Gradients.reduce) when all have come    Reductions
+    forward      Weights.gather before a unit's use, Weights.release behind it
+    backward     Weights.gather again; Gradients.hold, and Gradients.reduce when all of a unit's have come
 
 A step that is due and decided has this order behind it:
 
@@ -22,8 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import torch_dtype
-from zero3d.zero.clocks import BACKWARD, FORWARD, UPDATE
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, Measured, Outcome, StepResult
+from zero3d.zero.step_parts import BACKWARD, FORWARD, UPDATE
 
 MOST_UNDER_WAY = 3  # of a unit: a gather, a reduction, the gather of its sum
 
@@ -132,7 +132,7 @@ class Stepper:
                 optimizer.wait()
             return self._result(NOT_DUE, self._no_norm, lr)
         with self.parts.clocks.of(UPDATE):
-            measured = self._measured or self._measure()
+            measured = self._measured or self._norm(self._reduce())
             why = self._why_not_finite()
             try:
                 self._refuse_late_gradients()
@@ -154,7 +154,7 @@ class Stepper:
             return self._no_norm
         if self._measured is None:
             with self.parts.clocks.of(UPDATE):
-                self._measured = self._measure()
+                self._measured = self._norm(self._reduce())
             self.parts.accumulation.closed = True
         return self._measured.norm
 
@@ -168,15 +168,20 @@ class Stepper:
             )
         return accumulation.reached
 
-    def _measure(self) -> Measured:
-        """Reduce what is left of the step's gradients, and compute their norm; a failure forgets the step."""
+    def _reduce(self) -> float | Tensor:
+        """Reduce what is left of the step's gradients; return this rank's sum of weights."""
         dp, accumulation, reductions = self.parts.axes.dp, self.parts.accumulation, self.parts.reductions
         with self._forgotten_where_it_fails():
             weight = self.parts.order.end(accumulation)
             reductions.catch_up()
             if not reductions.adopted and dp.size > 1:
                 reductions.adopt(broadcast_ints(dp, reductions.observed()))
-            return self.parts.optimizer.measure(weight, self.parts.loss_scale.value, accumulation.nan)
+            return weight
+
+    def _norm(self, weight: float | Tensor) -> Measured:
+        """Compute the norm of what has been reduced."""
+        with self._forgotten_where_it_fails():
+            return self.parts.optimizer.measure(weight, self.parts.loss_scale.value, self.parts.accumulation.nan)
 
     def _follow(self, outcome: Outcome, lr: float) -> None:
         """Go on from a step that was applied or skipped."""

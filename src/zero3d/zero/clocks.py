@@ -10,52 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
-FORWARD, BACKWARD, GATHERS, REDUCTIONS, BUBBLE = "forward", "backward", "gathers", "reductions", "bubble"
-UPDATE, OFFLOAD, DATA, EVALUATION, SAVES, OTHER = "update", "offload", "data", "evaluation", "saves", "other"
-PARTS = {
-    DATA: "the next batch, on the device",
-    FORWARD: "forwards, losses among them",
-    BACKWARD: "backwards, recomputation among them",
-    GATHERS: "compute waits for weights",
-    REDUCTIONS: "compute waits for sums of gradients",
-    BUBBLE: "compute waits for other pipeline stages",
-    UPDATE: "what is left to reduce, the norm, the optimizer",
-    OFFLOAD: "compute waits for states that are off the device",
-    EVALUATION: "evaluation and generation, all of it",
-    SAVES: "checkpoints and exports, all of it",
-    OTHER: "what lies between: the caller's own code",
-}
-WHOLE = (EVALUATION, SAVES)  # what happens inside of these is theirs
+from zero3d.zero.step_parts import OTHER, PARTS, WHOLE, OverRanks, PartTime
+
 PENDING = 4096  # events between two looks at them
-
-
-class PartTime(NamedTuple):
-    """Seconds of a part in a step, on the average of all steps but the first.
-
-    seconds               of this rank
-    least, mean, largest  over ranks, where they are known
-    """
-
-    part: str
-    seconds: float
-    least: float | None = None
-    mean: float | None = None
-    largest: float | None = None
-
-
-class OverRanks(NamedTuple):
-    """Seconds of each part in a step: the least, the mean and the largest of all ranks."""
-
-    least: Sequence[float]
-    mean: Sequence[float]
-    largest: Sequence[float]
 
 
 class _Inside:
@@ -90,7 +52,7 @@ class Clocks:
         self._seconds, self._first = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
         self._told = 0, dict(self._seconds)  # as the last window ended
         self._ended = 0, dict(self._seconds)  # as the last step did
-        self._over_ranks: list[tuple[int, OverRanks]] = []
+        self._over_ranks: list[OverRanks] = []
         self._of_device = device.type != "cpu"
         self._last = time.perf_counter()
         self._running = OTHER
@@ -170,22 +132,18 @@ class Clocks:
         many = max(1, steps - before)
         return [(now[part] - then[part]) / many for part in PARTS]
 
-    def hear(self, over_ranks: OverRanks, steps: int) -> None:
-        """Keep what all ranks' windows come to, of so many steps."""
-        self._over_ranks.append((steps, over_ranks))
+    def hear(self, over_ranks: OverRanks) -> None:
+        """Keep what all ranks' windows come to."""
+        self._over_ranks.append(over_ranks)
 
     def rows(self) -> list[PartTime]:
-        """Return the parts that took any time; of one step alone that one."""
+        """Return the parts that took any time, in the order of PARTS; of a first step where there is no other."""
         steps, seconds = self._ended
-        first = dict.fromkeys(PARTS, 0.0) if steps == 1 else self._first
-        many, heard = max(1, steps if steps == 1 else steps - 1), sum(steps for steps, _ in self._over_ranks)
+        first, heard = dict.fromkeys(PARTS, 0.0) if steps == 1 else self._first, len(self._over_ranks)
         found = []
         for place, part in enumerate(PARTS):
-            means = [
-                sum(steps * getattr(each, name)[place] for steps, each in self._over_ranks) / heard if heard else None
-                for name in OverRanks._fields
-            ]
-            own = (seconds[part] - first[part]) / many
-            if own or any(means):
-                found.append(PartTime(part, own, *means))
+            own = (seconds[part] - first[part]) / max(1, steps if steps == 1 else steps - 1)
+            over_ranks = [sum(each[i][place] for each in self._over_ranks) / heard if heard else None for i in range(3)]
+            if own or any(over_ranks):
+                found.append(PartTime(part, own, *over_ranks))
         return found

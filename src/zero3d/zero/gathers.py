@@ -19,13 +19,15 @@ The all-gather itself is `Weights.gather` (weights.py), and hooks.py says who us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 
 from zero3d.distributed.unit_order import AHEAD
 from zero3d.errors import ConfigError
-from zero3d.zero.clocks import GATHERS, Clocks
+from zero3d.zero.clocks import Clocks
+from zero3d.zero.step_parts import GATHERS, OFFLOAD
 from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit
@@ -280,7 +282,8 @@ class Gathers:
                 )
             refuse_export(unit)
             unit.weights.flush()
-            with self._side.issue(unit.name):
+            far = self._clocks.of(OFFLOAD) if unit.weights.from_records else nullcontext()
+            with far, self._side.issue(unit.name):
                 unit.weights.gather(exactly)
 
     def _look_ahead(self, planned: Planned) -> None:

@@ -40,7 +40,8 @@ from zero3d.distributed.axis import Pending
 from zero3d.distributed.unit_order import IN_FLIGHT
 from zero3d.errors import ConfigError
 from zero3d.zero.arrivals import Arrivals
-from zero3d.zero.clocks import REDUCTIONS, Clocks
+from zero3d.zero.clocks import Clocks
+from zero3d.zero.step_parts import REDUCTIONS
 from zero3d.zero.streams import SideStream
 from zero3d.zero.unit import Unit
 from zero3d.zero.unit_parts import State
