@@ -128,9 +128,7 @@ class Stepper:
         """
         optimizer, lr = self.parts.optimizer, float(self.parts.optimizer.torch.param_groups[0]["lr"])
         if not self._is_due():
-            if wait:
-                optimizer.wait()
-            return self._result(NOT_DUE, self._no_norm, lr)
+            return self._nothing_due(lr, wait)
         with self.parts.clocks.of(UPDATE):
             measured = self._measured or self._norm(self._reduce())
             why = self._why_not_finite()
@@ -182,6 +180,11 @@ class Stepper:
         """Compute the norm of what has been reduced."""
         with self._forgotten_where_it_fails():
             return self.parts.optimizer.measure(weight, self.parts.loss_scale.value, self.parts.accumulation.nan)
+
+    def _nothing_due(self, lr: float, wait: bool) -> StepResult:
+        if wait:
+            self.parts.optimizer.wait()
+        return self._result(NOT_DUE, self._no_norm, lr)
 
     def _follow(self, outcome: Outcome, lr: float) -> None:
         """Go on from a step that was applied or skipped."""

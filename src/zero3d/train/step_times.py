@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zero3d.zero.step_parts import PARTS, OverRanks, PartTime
+from zero3d.zero.step_parts import PARTS, WORDS, OverRanks, PartTime
 
 SHOWN = 0.005  # of a step: what takes less is not in the line
 
@@ -52,4 +52,4 @@ def where_it_went(times: Sequence[PartTime]) -> Iterator[str]:
 def _part(each: PartTime, whole: float) -> str:
     least, largest = (round(100 * (value or 0.0) / whole) for value in (each.least, each.largest))
     by_rank = f" ({least} to {largest} by rank)" if largest > least else ""
-    return f"{each.part} {100 * each.seconds / whole:.0f} %{by_rank}"
+    return f"{WORDS.get(each.part, each.part)} {100 * each.seconds / whole:.0f} %{by_rank}"

@@ -20,6 +20,13 @@ PARTS = {
     SAVES: "checkpoints and exports, all of it",
     OTHER: "what lies between: the caller's own code",
 }
+WORDS = {  # in a line
+    FORWARD: "forwards",
+    BACKWARD: "backwards",
+    GATHERS: "waits for gathers",
+    REDUCTIONS: "waits for reductions",
+    BUBBLE: "waits for other stages",
+}
 WHOLE = (EVALUATION, SAVES)  # what happens inside of these is theirs
 
 
