@@ -80,7 +80,8 @@ class Direct:
         self._module, self._heartbeat = parts.partition.module, parts.mesh.heartbeat
         self._accumulation, self._loss_scale = parts.accumulation, parts.loss_scale
         self._hooks = parts.hooks[0]
-        self._losses, self._only, self._forget = losses, only, forget
+        self._losses, self._only = losses, only
+        self._forget = forget
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
@@ -142,7 +143,8 @@ class Pipelined:
     """Runs micro-batches through this rank's model chunks and those of the other pipeline stages."""
 
     def __init__(self, pipeline: Pipeline, parts: Runtime, losses: Losses, only: Mapping[str, int]) -> None:
-        self._pipeline, self._stages, self._losses = pipeline, parts.axes.pp.size, losses
+        self._pipeline, self._stages = pipeline, parts.axes.pp.size
+        self._losses = losses
         self._with_length: Callable[[Any], Any] = _same if parts.sequence is None else parts.sequence.with_length
         self._loss_scale = parts.loss_scale
         self._only = only
