@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from contextlib import contextmanager
+from pathlib import Path
 
 from models import batch, net
 
@@ -15,6 +16,7 @@ from zero3d.engine.execution import Direct
 from zero3d.engine.step import Stepper
 from zero3d.zero.optimizer import ShardedOptimizer
 
+ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 OWNERS = {"self": Stepper, "execution": Direct, "optimizer": ShardedOptimizer}
 CALLED = re.compile(r"\b[A-Z]\w+\.[a-z_]+\b")
 OTHER = {
@@ -101,3 +103,11 @@ def test_what_the_page_says_of_hooks_happens_inside_of_its_calls(ranks):
             named = set(CALLED.findall(said[name]))
             assert len(named) >= 2
             assert named <= inside(calls, call)
+
+
+def test_architecture_shows_the_page_as_it_is():
+    shown = re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
+    written = [textwrap.dedent(inspect.getsource(method)) for method in (Stepper.train_batch, Stepper.step)]
+    assert len(shown) == 2
+    for block, method in zip(shown, written, strict=True):
+        assert textwrap.indent(block, "    ") in method

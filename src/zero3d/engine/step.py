@@ -137,10 +137,7 @@ class Stepper:
                 outcome = optimizer.update(measured, besides)  # clip, the torch optimizer, masters to weights
             finally:
                 self.reset()  # whatever is still gathered holds the weights of before
-            self._follow(outcome, lr)
-            reason = why() if outcome.reason == OVERFLOW else outcome.reason
-            for of_chunk in self.parts.hooks:
-                of_chunk.without_weights.clear()
+            reason = self._follow(outcome, lr, why)
             if wait:
                 optimizer.wait()  # new weights are in place
         self.parts.clocks.end_step()
@@ -186,8 +183,8 @@ class Stepper:
             self.parts.optimizer.wait()
         return self._result(NOT_DUE, self._no_norm, lr)
 
-    def _follow(self, outcome: Outcome, lr: float) -> None:
-        """Go on from a step that was applied or skipped."""
+    def _follow(self, outcome: Outcome, lr: float, why: Callable[[], str]) -> str:
+        """Go on from a step that was applied or skipped; return the reason. why: a norm is not finite."""
         applied, loss_scale = outcome.reason == APPLIED, self.parts.loss_scale
         self.count += applied
         for feature in self.features:
@@ -196,6 +193,10 @@ class Stepper:
         if applied and self.scheduler is not None:
             self.scheduler.step()
         self.figures = StepFigures(applied, outcome.host_norm, loss_scale.value, lr, outcome.besides)
+        reason = why() if outcome.reason == OVERFLOW else outcome.reason
+        for of_chunk in self.parts.hooks:
+            of_chunk.without_weights.clear()
+        return reason
 
     def _why_not_finite(self) -> Callable[[], str]:
         """Return what says why the norm is not finite: after the step's losses and weights are forgotten."""
