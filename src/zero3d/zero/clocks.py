@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 
 from zero3d.zero.step_parts import OTHER, PARTS, WHOLE, OverRanks, PartTime
+from zero3d.zero.streams import compute_stream
 
 PENDING = 4096  # events between two looks at them
 
@@ -92,7 +93,7 @@ class Clocks:
             if not self._events and part is not None:
                 self._running = part
             event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
-            event.record(torch.accelerator.current_stream(self._device))
+            event.record(compute_stream(self._device))
             self._events.append((event, part))
             if len(self._events) % PENDING == 0:
                 self._read()
