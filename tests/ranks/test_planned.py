@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 from training import save_rows, train, tree
 
@@ -21,8 +22,9 @@ from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.model_spec import open_spec
-from zero3d.train.plan_check import check_line, rates_from
+from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, check_line, rates_from
 from zero3d.train.progress import Progress
+from zero3d.watchdog.heartbeat import Heartbeat
 
 STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
 MEASURED = 0.75  # the median of the second and the third
@@ -162,3 +164,20 @@ def test_a_cluster_file_that_cannot_be_read_is_refused_before_anything_is_writte
     ((_, error),) = ranks(1, train, made, check=False)
     assert "ConfigError: cluster file" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_waits_for_the_memory_of_its_peers_is_silent_for_health_timeout_at_most(tmp_path):
+    """As in training. What is between steps, such as a slow disk, may take health.slow_timeout."""
+    heartbeat, slow = Heartbeat(None), []
+
+    def exchange(figures):
+        slow.append(heartbeat.long_phase)
+        return figures[None]
+
+    mesh = SimpleNamespace(device=torch.device("cpu"), heartbeat=heartbeat)
+    arena, world = SimpleNamespace(held=lambda category: 0), SimpleNamespace(exchange=exchange)
+    engine = SimpleNamespace(mesh=mesh, arena=arena, world=world)
+    with heartbeat.phase("between steps"):
+        assert list(PlanCheck(load(run_of(tmp_path, 3)), engine, None).lines([{}] * CHECKED_STEP)) == []
+        assert heartbeat.long_phase == "between steps"
+    assert slow == [""]

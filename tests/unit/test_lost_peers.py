@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from zero3d.distributed import axis
@@ -105,25 +106,42 @@ def test_other_errors_stay_what_they_are(error):
     assert raised_of(error) is error
 
 
-def test_a_store_that_does_not_answer_is_asked_once_and_holds_no_error_up(monkeypatch):
-    """As behind a cut link, where torch waits until TCP gives up, and a second question behind the first."""
+class Silent:
+    """A store that does not answer, as behind a cut link, where torch waits until TCP gives up."""
 
-    class Silent:
-        asked = 0
+    def __init__(self):
+        self.asked, self.mended = 0, threading.Event()
 
-        def check(self, keys):
-            self.asked += 1
-            answers.wait()
-            return False
+    def check(self, keys):
+        self.asked += 1
+        self.mended.wait()
+        return False
 
-    store, answers = Silent(), threading.Event()
+
+@pytest.fixture
+def silent(monkeypatch):
+    """The default store, which answers when the test is over."""
+    store = Silent()
     monkeypatch.setattr(axis, "_get_default_store", lambda: store)
     monkeypatch.setattr(axis, "ANSWER", 0.05)
-    try:
-        for _ in range(2):
-            assert "when a peer went away: look at the first rank" in str(raised_of(LOST[1]))
-            axis.leave_note("a rank has failed")
-            axis.say_ended()
-        assert store.asked == 1
-    finally:
-        answers.set()
+    yield store
+    store.mended.set()
+
+
+def test_a_store_that_does_not_answer_is_asked_once_and_holds_no_error_up(silent):
+    """A second question would wait behind the first."""
+    for _ in range(2):
+        assert "when a peer went away: look at the first rank" in str(raised_of(LOST[1]))
+        axis.leave_note("a rank has failed")
+        axis.say_ended()
+    assert silent.asked == 1
+
+
+def test_the_store_of_new_groups_is_asked_while_an_earlier_one_still_owes_an_answer(silent, monkeypatch):
+    assert axis.read_note() == ""
+    new = HashStore()
+    monkeypatch.setattr(axis, "_get_default_store", lambda: new)
+    monkeypatch.setattr(axis, "ANSWER", 60.0)
+    axis.leave_note("rank 0 has no memory left")
+    assert str(raised_of(LOST[1])).startswith("rank 0 has no memory left (rank 1 of axis dp waited ")
+    assert silent.asked == 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ ANSWER = 2.0  # seconds that a store is given: torch itself waits for one behind
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
 T = TypeVar("T")
-_unanswered: list[threading.Thread] = []  # that wait for a store which has not answered in time
+_unanswered: WeakKeyDictionary[Store, threading.Thread] = WeakKeyDictionary()  # wait for an answer that is late
 
 
 class Watch(Protocol):
@@ -358,10 +358,9 @@ def _has_ended() -> str:
 def _asked(ask: Callable[[Store], T], otherwise: T) -> T:
     """Return what the default store answers, or `otherwise`: it is gone, or does not answer, as behind a cut link.
 
-    One that owes an answer is not asked again: the second question would wait behind the first.
+    One that owes an answer is not asked again: the second question would wait behind the first. A later store of this
+    process, of new groups, owes none.
     """
-    if any(each.is_alive() for each in _unanswered):
-        return otherwise
     answers: list[T] = []
 
     def wait(store: Store) -> None:
@@ -372,6 +371,8 @@ def _asked(ask: Callable[[Store], T], otherwise: T) -> T:
         store = _get_default_store()
     except (RuntimeError, ValueError):
         return otherwise
+    if store in _unanswered and _unanswered[store].is_alive():
+        return otherwise
     asking = threading.Thread(target=wait, args=(store,), daemon=True)
     try:
         asking.start()
@@ -379,7 +380,8 @@ def _asked(ask: Callable[[Store], T], otherwise: T) -> T:
         wait(store)
     else:
         asking.join(ANSWER)
-        _unanswered[:] = [asking] if asking.is_alive() else []
+        if asking.is_alive():
+            _unanswered[store] = asking
     return answers[0] if answers else otherwise
 
 

@@ -43,6 +43,7 @@ from zero3d.plan.network import CPU
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import trace
 from zero3d.train.device_memory import fullest, memory_bytes
+from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.watchdog.own_files import write_whole
 
 CHECKED_STEP = 3  # the step after which a run is held against its plan
@@ -137,7 +138,8 @@ class PlanCheck:
                 write_whole(self._output / PROFILE, profile(run.model, run.cluster, run.plan, seconds))
         if len(history) != CHECKED_STEP:
             return
-        measured, reserved = fullest(self._engine, checked_memory(self._engine))
+        with self._engine.mesh.heartbeat.phase(TRAINING):  # it waits for peers, not for a disk
+            measured, reserved = fullest(self._engine, checked_memory(self._engine))
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
             rates = rates_from(self._planned.cluster, self._file)
