@@ -109,8 +109,7 @@ class Stepper:
                     for number, batch in enumerate(batches):
                         with self._around(number, batch):
                             with clocks.of(FORWARD):
-                                output = execution.forward(batch)
-                                total, weight = execution.loss(output, batch)
+                                total, weight = execution.loss(execution.forward(batch), batch)  # logits go at once
                             with clocks.of(BACKWARD):
                                 execution.backward_sum(total, weight, last=number == len(batches) - 1)
                             sums.append((total.detach(), weight))
