@@ -1,6 +1,7 @@
 """Runs of `zero3d train` on the ranks of a test: a saved model, rows of token ids, a configuration as a tree."""
 
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -12,8 +13,11 @@ from unittest import mock
 import numpy
 from models import VOCAB, hf
 
-ROWS, LENGTH = 14, 16
+from zero3d.zero.step_parts import PARTS
 
+ROWS, LENGTH = 14, 16
+MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes", "save_seconds", "save_bytes")
+TIMES = re.compile(rf"({'|'.join(PARTS)})_s(_least|_largest)?")
 
 SAVED = {}  # by arguments of `save_model`: files
 
@@ -157,6 +161,12 @@ def field(records, name):
 def metrics(made):
     """metrics.jsonl, line by line."""
     return [json.loads(line) for line in (Path(made["output"]) / "metrics.jsonl").read_text().splitlines()]
+
+
+def steady(record, *besides):
+    """A record without what is no part of the training, times and memory, and without what is named besides."""
+    left_out = (*MOVING, *besides)
+    return {name: value for name, value in record.items() if name not in left_out and not TIMES.fullmatch(name)}
 
 
 def contents(folder):

@@ -415,10 +415,14 @@ class Stream:
 
 
 class Event:
-    """An event of the stand-in. The host that polls it waits: once it is not there yet, then it is."""
+    """An event of the stand-in. The host that polls it waits: once it is not there yet, then it is.
 
-    def __init__(self, device: Any = None, **_: Any) -> None:
+    One that tells the time is looked at and not waited for: it says nothing of copies.
+    """
+
+    def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
         Log.make("event", _index(device))
+        self._tells_time = enable_timing
         self._begun: int | None = None  # copies, when it was recorded
         self._asked, self._waited = False, False
 
@@ -429,7 +433,7 @@ class Event:
         """Let a stream wait; the host does not."""
 
     def query(self) -> bool:
-        if self._begun is None:
+        if self._begun is None or self._tells_time:
             return True
         there, self._asked = self._asked, True
         if there:

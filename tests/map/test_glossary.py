@@ -1,4 +1,4 @@
-"""ARCHITECTURE's glossary: one row for each word of ours, and the names of code in it are names in the source."""
+"""The glossary: one row for each word of ours, and the names of code in it are names in the source."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ NAME = re.compile(r"`([\w.]+)`")
 
 def rows():
     """(words, meaning) of every row."""
-    text = (ROOT / "ARCHITECTURE.md").read_text().split("## Glossary")[1]
+    text = (ROOT / "docs" / "glossary.md").read_text()
     table = [line for line in text.splitlines() if line.startswith("|")][2:]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table]
 

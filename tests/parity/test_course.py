@@ -11,6 +11,7 @@ from training import run_in, save_model
 from zero3d.config import load
 from zero3d.config.keys import KEYS
 from zero3d.train.callbacks import EVENTS
+from zero3d.zero.step_parts import PARTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 BLOCKS = dict(reversed(re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)))  # the first of each kind
@@ -54,5 +55,5 @@ def test_keys_events_schedules_and_trackers_of_the_page_are_those_that_there_are
     table = dict(re.findall(r"^\| `(on_\w+)\(([^)]*)\)`", PAGE, re.M))
     assert table == {event: ", ".join(arguments) for event, arguments in EVENTS.items()}
     assert tuple(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == (
-        *KEYS["optimizer.name"].choices, *KEYS["schedule.name"].choices, *KEYS["log.to"].choices
+        *KEYS["optimizer.name"].choices, *KEYS["schedule.name"].choices, *KEYS["log.to"].choices, *PARTS
     )  # fmt: skip

@@ -58,6 +58,10 @@ def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    times = lines[-1]
+    for part in ("data", "forward", "backward", "gathers", "reductions", "update"):
+        assert 0 < times[f"{part}_s_least"] <= times[f"{part}_s"] <= times[f"{part}_s_largest"]
+    assert "forward_s" not in lines[0]  # no step was over
     assert [line["loss"] for line in lines] == result["losses"]
     assert result["losses"][-1] < result["losses"][0]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from disk_steps import die_at
 from pool import RankFailure
 from tiers import INFINITE, PLACES, Case, engine_of, step
-from training import metrics, save_model, save_rows, train, tree
+from training import metrics, save_model, save_rows, steady, train, tree
 
 import zero3d
 import zero3d.train.run
@@ -30,8 +30,6 @@ from zero3d.train.folder import Folder
 from zero3d.train.offload import drop_leftovers
 
 STEPS = 7
-# Of a record, what is no part of the training.
-MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes", "save_seconds", "save_bytes")
 
 
 def forked(case, *args):
@@ -471,7 +469,7 @@ def trained(made, call=None, step=None, after=None):
 
 def left(made):
     """All that a run leaves which must not depend on kills: its records, checkpoints and what these say of the loop."""
-    records = [{k: v for k, v in record.items() if k not in MOVING} for record in metrics(made)]
+    records = [steady(record) for record in metrics(made)]
     folders = sorted((Path(made["output"]) / "checkpoints").glob("step-*"))
     files = {f"{f.name}": (f / "rank-00000.safetensors").read_bytes() for f in folders}
     loops = {f.name: json.loads((f / "manifest.json").read_text())["loop"] for f in folders}

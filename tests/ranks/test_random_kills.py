@@ -14,15 +14,13 @@ import numpy
 import pytest
 import torch.distributed as dist
 from pool import RankFailure
-from training import metrics, save_model, save_rows, train, tree
+from training import metrics, save_model, save_rows, steady, train, tree
 
 import zero3d
 from zero3d.checkpoint.integrity import verify
 
 # Kills and steps: a life takes at most two steps, and is killed in one of them, or in a save.
 LENGTHS = [(1, 3), pytest.param(5, 11, marks=pytest.mark.long)]
-# Of a record, what is no part of the training; and traffic: a session's first step tells peers its order of units, too.
-MOVING = ("seconds", "tokens_per_s", "memory_bytes", "reserved_bytes", "traffic_bytes", "save_seconds", "save_bytes")
 
 
 def killed_at(made, moments=None):
@@ -63,7 +61,8 @@ def finished(made):
 
 def left(made, steps):
     """What a run leaves that no kill may change: records, and the tensors of its last checkpoint."""
-    records = [{key: value for key, value in record.items() if key not in MOVING} for record in metrics(made)]
+    # A session's first step tells peers its order of units, too.
+    records = [steady(record, "traffic_bytes") for record in metrics(made)]
     last = Path(made["output"]) / "checkpoints" / f"step-{steps}"
     return records, {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
 

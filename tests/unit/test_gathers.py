@@ -20,7 +20,7 @@ CPU = Arena(torch.device("cpu"))
 class Weights:
     """A unit's parameters: their state, and a log of what was done to them."""
 
-    sharded = True
+    sharded, from_records = True, False
 
     def __init__(self, name, log):
         self._name, self._log, self.state, self.place = name, log, State.SHARDED, self

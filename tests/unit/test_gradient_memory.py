@@ -374,7 +374,7 @@ def test_a_units_gradients_go_with_its_own_update_behind_the_step(stage, place):
             loss = loss_of(each, batch(number))
             assert held(each) == 0
             each.backward(loss)
-            each._step()
+            each._parts.stepper.step(wait=False)
         updates = engine.optimizer.updates
         due = [unit.name for unit in updates._queue]
         assert there(engine) == set(due) == {unit.name for unit in engine.units}

@@ -106,9 +106,10 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     features = stepper.features = open_features(runtime)
     pipeline = _open_pipeline(runtime, losses, whole) if axes.pp.size > 1 else None
     if pipeline is None:
-        execution: Execution = Direct(runtime, losses, stepper, only)
+        execution: Execution = Direct(runtime, losses, stepper.abandon, only)
     else:
-        execution = Pipelined(pipeline, runtime, losses, stepper, only)
+        execution = Pipelined(pipeline, runtime, losses, only)
+    stepper.open(execution)
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
@@ -210,6 +211,7 @@ def _open_pipeline(runtime: Runtime, losses: Losses, whole: WholeParameters) -> 
         done=partial(runtime.order.close, runtime.reductions, runtime.units),
         gathered=whole.of_chunk,
         arena=runtime.axes.arena,
+        clocks=runtime.clocks,
         own_shape=tuple if runtime.sequence is None else runtime.sequence.own_shape,
     )
     return Pipeline(

@@ -14,7 +14,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -59,6 +59,7 @@ from zero3d.weights.buckets import Bucket
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
+from zero3d.zero.step_parts import BACKWARD, EVALUATION, FORWARD, SAVES
 
 T = TypeVar("T")
 
@@ -132,6 +133,7 @@ class Engine:
     summands = Exposed(lambda parts: parts.order.summands)
     optimizer = Exposed(lambda parts: parts.optimizer)
     loss_scale = Exposed(lambda parts: parts.loss_scale)
+    clocks = Exposed(lambda parts: parts.clocks)
     # features
     features = Exposed(lambda parts: parts.features)
     averages = Exposed(lambda parts: find(parts.features, Averages))
@@ -266,7 +268,8 @@ class Engine:
         """Call the module. Under pp > 1 there is no such thing (ConfigError)."""
         if not torch.is_grad_enabled():  # else the step looks, before it updates anything
             self._parts.registry.check()
-        return self._parts.execution.call(*args, **kwargs)
+        with self.clocks.of(FORWARD if torch.is_grad_enabled() else EVALUATION):
+            return self._parts.execution.call(*args, **kwargs)
 
     @notes_memory
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool | None = None) -> None:
@@ -276,7 +279,8 @@ class Engine:
         equals the big batch, padding included. `last` overrides `accumulate`. An exception on the
         way forgets the step so far.
         """
-        self._parts.execution.backward(loss, weight, last)
+        with self.clocks.of(BACKWARD):
+            self._parts.execution.backward(loss, weight, last)
 
     @notes_memory
     def backward_sum(
@@ -292,7 +296,8 @@ class Engine:
         rank and 0 for those before, sums are added up on a rank and averaged over ranks: DistributedDataParallel's.
         `run` is called with the sum, in fp16 times the loss scale, in the place of its `backward()`.
         """
-        self._parts.execution.backward_sum(total, weight, last, run)
+        with self.clocks.of(BACKWARD):
+            self._parts.execution.backward_sum(total, weight, last, run)
 
     def zero_grad(self) -> None:
         """Forget the gradients and micro-batches of this step so far. All ranks call it, or none.
@@ -324,21 +329,20 @@ class Engine:
         no micro-batch had a target: the result's `reason`, and `engine.health` counts. Raises OrderError when
         ranks ran different units, NonFiniteError when fp16 overflows at its smallest loss scale.
         """
-        result = self._step()
-        self.optimizer.wait()
-        return result
+        self._check_update()
+        return self._parts.stepper.step()
 
-    def _step(self, besides: Tensor | None = None) -> StepResult:
-        """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
+    def _check_update(self) -> None:
+        """Refuse an update where the caller has whole parameters open, or has changed the model behind the engine."""
         self._unsharded.refuse_open("step()")
         self._unsharded.resized = {}  # of a close() that failed: training has gone on
         if self.accumulation.reached:
-            self.checkpoints.await_copy()
+            with self.clocks.of(SAVES):
+                self.checkpoints.await_copy()
         self._refuse("step()")
         self._parts.registry.check()
         self._parts.freezing.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
-        return self._parts.stepper.step(besides)
 
     @notes_memory
     def train_batch(
@@ -365,24 +369,12 @@ class Engine:
         """
         self._unsharded.refuse_open("train_batch()")
         batches = list(micro_batches)
-        order, execution, stepper = self._parts.order, self._parts.execution, self._parts.stepper
-        execution.check()
+        self._parts.execution.check()
         self._refuse_window("train_batch()")
         self._counts.check(batches)
         refuse_none(len(batches), "train_batch")
-        order.begin(batches)
-        with execution.together():
-            try:
-                sums = execution.train(batches)
-                mean = self._mean(order.sum_of(sums, len(batches), trained=True))
-                parts = [mean.view(1)] if besides is None else [mean.view(1), besides()]
-            except BaseException:
-                stepper.abandon()
-                raise
-            self.last_step = self._step(torch.cat(parts))
-            if wait:
-                self.optimizer.wait()
-            return mean
+        mean, self.last_step = self._parts.stepper.train_batch(batches, self._check_update, besides, wait)
+        return mean
 
     @notes_memory
     @torch.no_grad()
@@ -399,13 +391,8 @@ class Engine:
             counted = (batch for batch, _ in zip(self._counts.checked(micro_batches), number, strict=False))
             sums = execution.evaluate(counted)
             refuse_none(run := next(number), "evaluate")
-            mean = self._mean(self._parts.order.sum_of(sums, run, trained=False))
+            mean = self._parts.stepper.mean(sums, run, trained=False)
             return self.optimizer.in_order(mean) if self.stage == 3 else mean
-
-    def _mean(self, of_dp: Tensor) -> Tensor:
-        """Return the mean loss of all ranks, of sum and weight over this rank's dp axis."""
-        everywhere = self.model_group.sum(of_dp)
-        return everywhere[0] / everywhere[1]
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int = 20, keep_full: bool = True, **options: Any) -> Tensor:
@@ -445,10 +432,13 @@ class Engine:
             ending = Ending.of(chunk, early=alone)
             return generate(execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
-    def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def _evaluating(self, keep_full: bool) -> Iterator[None]:
         self._parts.registry.check()
         self.optimizer.flush()
-        return evaluating(self.module, self._parts.hooks, self.gathers, keep_full)
+        hooks = self._parts.hooks
+        with self.clocks.of(EVALUATION), evaluating(self.module, hooks, self.gathers, keep_full):
+            yield
 
     # --- whole parameters -----------------------------------------------------------------------
 
@@ -574,14 +564,16 @@ class Engine:
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         `to` is a URL of an object store, such as s3://bucket/run, that gets a copy: every rank uploads its own files.
         """
-        return self.checkpoints.save(directory, loop, wait, to)
+        with self.clocks.of(SAVES):
+            return self.checkpoints.save(directory, loop, wait, to)
 
     def saved(self) -> Path | None:
         """Wait for a save with `wait=False` and return its folder; None where there is none, or it was told before.
 
         All ranks call it. Raises what that save raised, on all of them; so does the next `save`, if nobody asked.
         """
-        return self.checkpoints.saved()
+        with self.clocks.of(SAVES):
+            return self.checkpoints.saved()
 
     @property
     def save_is_over(self) -> bool:
@@ -655,7 +647,8 @@ class Engine:
 
         Raises CheckpointError, ConfigError (of URLs), NonFiniteError.
         """
-        return self.checkpoints.export(directory, kind, to, overwrite)
+        with self.clocks.of(SAVES):
+            return self.checkpoints.export(directory, kind, to, overwrite)
 
     # --- to whoever serves ----------------------------------------------------------------------
 

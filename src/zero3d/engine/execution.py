@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zero3d.engine.features import having
 from zero3d.engine.generation import check_options, check_supported, generate_as_whole, next_logits
 from zero3d.engine.losses import Losses, check_loss, checked_weight
-from zero3d.engine.replay.recordings import Again
+from zero3d.engine.replay.recordings import Again, InStep
 from zero3d.engine.runtime import Runtime
-from zero3d.engine.step import Stepper
 from zero3d.errors import ConfigError
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import at_least_fp32
@@ -47,8 +45,14 @@ class Execution(Protocol):
     def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None, run: Run | None = None) -> None:
         """Back-propagate a sum of losses over `weight` targets. Raises ConfigError like `backward`."""
 
-    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
-        """Run forward and backward of a step; (sum, weight) of each micro-batch, on ranks that have the output."""
+    def forward(self, batch: Any) -> Any:
+        """Return the model's output for a micro-batch. Raises ConfigError where this rank has a part of the model."""
+
+    def loss(self, output: Any, batch: Any) -> SumAndWeight:
+        """Return the sum of a micro-batch's losses, and its weight."""
+
+    def apart(self, again: Again) -> None:
+        """Run a micro-batch that belongs to no step."""
 
     def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
         """Run forwards only; (sum, weight) of each micro-batch, on ranks that have the output."""
@@ -66,18 +70,18 @@ class Execution(Protocol):
 class Direct:
     """Runs micro-batches through the whole model, one after another.
 
-    stepper  forgets the step after a backward that died, and knows the features
+    forget   is called after a backward that died
     only     the option that has a forward make logits of the last position alone
     """
 
     vocabulary = None
 
-    def __init__(self, parts: Runtime, losses: Losses, stepper: Stepper, only: Mapping[str, int]) -> None:
+    def __init__(self, parts: Runtime, losses: Losses, forget: Callable[[], None], only: Mapping[str, int]) -> None:
         self._module, self._heartbeat = parts.partition.module, parts.mesh.heartbeat
         self._accumulation, self._loss_scale = parts.accumulation, parts.loss_scale
         self._hooks = parts.hooks[0]
         self._losses, self._only = losses, only
-        self._stepper, self._around = stepper, having(stepper.features, "around")
+        self._forget = forget
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
@@ -104,38 +108,27 @@ class Direct:
             with self._accumulation.counting(Contribution(weight, last)):
                 total.backward() if run is None else run(total)  # type: ignore[no-untyped-call]
         except BaseException as error:
-            self._stepper.abandon()
+            self._forget()
             self._hooks.refuse_unsaved(total, error)
             raise
 
     def _scaled(self, total: Tensor) -> Tensor:
         return total if self._loss_scale.value == 1.0 else at_least_fp32(total) * self._loss_scale.value
 
-    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
-        sums, features = [], self._stepper.features
-        for feature in features:
-            feature.begin(self._stepper.count + 1, len(micro_batches))
-        for k, batch in enumerate(micro_batches):
-            with ExitStack() as around:
-                for feature in self._around:
-                    around.enter_context(feature.around(k, batch, self._compute))
-                total, weight = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
-                sums.append((total.detach(), weight))
-                self.backward_sum(total, weight, last=k == len(micro_batches) - 1)
-        for feature in features:
-            feature.before_update(self._compute)
-        return sums
+    def forward(self, batch: Any) -> Any:
+        return self._losses.forward(self._module, batch)
 
-    def _compute(self, again: Again) -> None:
-        """Run a micro-batch that belongs to no step."""
+    def loss(self, output: Any, batch: Any) -> SumAndWeight:
+        return self._losses.sum_and_weight(output, batch)
+
+    def apart(self, again: Again) -> None:
         batch = again.batch
         again.enters(0, batch, ())
-        total, _ = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
+        total, _ = self.loss(self.forward(batch), batch)
         self._scaled(total).backward()  # type: ignore[no-untyped-call]
 
     def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
-        losses = self._losses
-        return [losses.sum_and_weight(losses.forward(self._module, batch), batch) for batch in micro_batches]
+        return [self.loss(self.forward(batch), batch) for batch in micro_batches]
 
     def next_logits(self, ids: Tensor) -> Tensor | None:
         return next_logits(self._module(ids, **self._only))
@@ -149,13 +142,11 @@ class Direct:
 class Pipelined:
     """Runs micro-batches through this rank's model chunks and those of the other pipeline stages."""
 
-    def __init__(
-        self, pipeline: Pipeline, parts: Runtime, losses: Losses, stepper: Stepper, only: Mapping[str, int]
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, parts: Runtime, losses: Losses, only: Mapping[str, int]) -> None:
         self._pipeline, self._stages = pipeline, parts.axes.pp.size
-        self._losses, self._stepper = losses, stepper
+        self._losses = losses
         self._with_length: Callable[[Any], Any] = _same if parts.sequence is None else parts.sequence.with_length
-        self._loss_scale, self._features = parts.loss_scale, stepper.features
+        self._loss_scale = parts.loss_scale
         self._only = only
 
     @property
@@ -173,23 +164,26 @@ class Pipelined:
     ) -> NoReturn:
         self._refuse("engine.backward_sum")
 
+    def forward(self, batch: Any) -> NoReturn:
+        self._refuse("a forward")
+
+    def loss(self, output: Any, batch: Any) -> NoReturn:
+        self._refuse("a loss")
+
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(
             f"{what} needs the whole model, and with pp={self._stages} this rank has a part of it: call "
             "engine.train_batch(micro_batches), engine.evaluate(micro_batches) or engine.generate(input_ids)."
         )
 
-    def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
-        for feature in self._features:
-            feature.begin(self._stepper.count + 1, len(micro_batches))
-        recording = next((feature.recording for feature in self._features if feature.recording is not None), None)
-        sums = self._pipeline.run([self._told(batch) for batch in micro_batches], self._loss_scale.value, recording)
-        for feature in self._features:
-            feature.before_update(self._compute)
-        return sums
+    def run(self, micro_batches: Sequence[Any], recording: InStep | None) -> list[SumAndWeight]:
+        """Run forwards and backwards of a step; (sum, weight) of each micro-batch, on ranks that have the output.
 
-    def _compute(self, again: Again) -> None:
-        """Run a micro-batch that belongs to no step."""
+        recording  looks at one of them on its way
+        """
+        return self._pipeline.run([self._told(batch) for batch in micro_batches], self._loss_scale.value, recording)
+
+    def apart(self, again: Again) -> None:
         self._pipeline.run_apart(again.batch, self._loss_scale.value, again)
 
     def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:

@@ -25,6 +25,7 @@ from zero3d.precision import LossScale
 from zero3d.spec.zero import SAME
 from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.accumulation import Accumulation
+from zero3d.zero.clocks import Clocks
 from zero3d.zero.gathers import Gathers
 from zero3d.zero.hooks import Hooks
 from zero3d.zero.initial_weights import Fill, Source, from_module, from_source
@@ -53,6 +54,7 @@ class Runtime(Foundation):
     accumulation: Accumulation
     hooks: list[Hooks]
     loss_scale: LossScale
+    clocks: Clocks
     slots: Slots | None
 
     @property
@@ -132,14 +134,15 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
         base.options.clip_norm,
         model_group,
     )
+    clocks = Clocks(axes.arena.device)
     if tiers is not None:
-        optimizer.updates = tiers.updates(optimizer, axes.arena)
-    gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined)
+        optimizer.updates = tiers.updates(optimizer, axes.arena, clocks)
+    gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined, clocks)
     final = not policy.row.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
     everywhere = model_group.untouched(units) if final else []
     sides = SideStream("reduce", axes.arena), SideStream("copies", axes.arena)
     shared = base.mesh.communicators == 1
-    reductions = Reductions(units, *sides, order.closes, everywhere, shared)
+    reductions = Reductions(units, *sides, order.closes, everywhere, shared, clocks)
     reductions.arrivals.at_module_ends = shared and policy.row.shards_parameters
     reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
     loss_scale = LossScale(precision)
@@ -177,6 +180,7 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
         accumulation=accumulation,
         hooks=hooks,
         loss_scale=loss_scale,
+        clocks=clocks,
         slots=slots,
     )
 

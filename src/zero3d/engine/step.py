@@ -1,13 +1,16 @@
-"""One optimizer step: whether it is due, the update, and what follows from its outcome.
+"""A training step on one page: `train_batch`, then `step`, which own loops call behind their backwards.
 
-due?  no   nothing changes
-      yes  weight of the micro-batches, reductions that are left, update; then gradients are forgotten, and what follows
-           from the outcome has this order:
+What is gathered and reduced on the way is called by hooks, unit by unit (zero/hooks.py):
 
-           count of steps   it is how far the states are, whatever fails behind it
-           features         in the order of features.py, before
-           loss scale       an overflow makes it fall, and features ask whether it still could
-           schedule         the next step's; what came before used this one's
+    forward      Weights.gather before a unit's use, Weights.release behind it
+    backward     Weights.gather again; Gradients.hold, and Gradients.reduce when all of a unit's have come
+
+A step that is due and decided has this order behind it:
+
+    count of steps   it is how far the states are, whatever fails behind it
+    features         in the order of features.py, before
+    loss scale       an overflow makes it fall, and features ask whether it still could
+    schedule         the next step's; what came before used this one's
 
 A norm that is asked for before is computed then, and the step takes it: between them no gradient may come, and
 `leave_out` forgets the step instead. The arithmetic (norm, clipping, masters) is `measure` and `update` of
@@ -17,25 +20,30 @@ A norm that is asked for before is computed then, and the step takes it: between
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero3d.distributed.agreement import name_ranks
 from zero3d.distributed.collectives import broadcast_ints
+from zero3d.engine.execution import Execution, Pipelined
 from zero3d.engine.feature import Feature
+from zero3d.engine.features import having
+from zero3d.engine.not_finite import why_not_finite
+from zero3d.engine.replay.recordings import InStep
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import torch_dtype
-from zero3d.zero.hooks import SAVE
-from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, Measured, Outcome, StepResult
+from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, Measured, Outcome, StepResult
+from zero3d.zero.step_parts import BACKWARD, FORWARD, UPDATE
 
 MOST_UNDER_WAY = 3  # of a unit: a gather, a reduction, the gather of its sum
-_WITHOUT_WEIGHT, _LOST, _NO_WEIGHT = 1.0, 2.0, 3.0  # a rank's NaN loss of weight 0, of another weight; a bad weight
 
 
 class StepFigures(NamedTuple):
@@ -54,9 +62,10 @@ class StepFigures(NamedTuple):
 
 @dataclass
 class Stepper:
-    """Applies a step when it is due, and forgets one that died.
+    """Runs steps, applies those that are due, and forgets one that died.
 
     scheduler  is stepped after applied steps; None where there is none
+    features   what there is beside training itself, and `execution`, the way through the model: set by `open`
     count      applied steps so far
     figures    of the last boundary
     """
@@ -69,38 +78,68 @@ class Stepper:
     _measured: Measured | None = None  # of the step that is due, where its norm was asked for before it
     _known: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
 
-    def step(self, besides: Tensor | None = None) -> StepResult:
+    def open(self, execution: Execution) -> None:
+        """Be told how micro-batches go through the model."""
+        self._execution = execution
+        self._features_around = having(self.features, "around")
+
+    def train_batch(
+        self,
+        batches: Sequence[Any],
+        check: Callable[[], None],
+        besides: Callable[[], Tensor] | None = None,
+        wait: bool = True,
+    ) -> tuple[Tensor, StepResult]:
+        """Train a step over micro-batches; the mean loss of all ranks and the step's result.
+
+        check    is called before weights change; raises where they may not
+        besides  [k] float64 for the host, computed when all gradients have been; `figures` has it
+        wait     return with new weights in place
+        """
+        parts, execution, clocks = self.parts, self._execution, self.parts.clocks
+        parts.order.begin(batches)
+        with execution.together():  # where one rank fails, none goes on
+            with self._forgotten_where_it_fails():
+                for feature in self.features:
+                    feature.begin(self.count + 1, len(batches))
+                if isinstance(execution, Pipelined):  # the same in the order of its schedule
+                    sums = execution.run(batches, self._recording)
+                else:
+                    sums = []
+                    for number, batch in enumerate(batches):
+                        with self._around(number, batch):
+                            with clocks.of(FORWARD):
+                                total, weight = execution.loss(execution.forward(batch), batch)  # logits go at once
+                            with clocks.of(BACKWARD):
+                                execution.backward_sum(total, weight, last=number == len(batches) - 1)
+                            sums.append((total.detach(), weight))
+                for feature in self.features:
+                    feature.before_update(execution.apart)
+                mean = self.mean(sums, len(batches), trained=True)
+                read = [mean.view(1)] if besides is None else [mean.view(1), besides()]
+            check()
+            return mean, self.step(torch.cat(read), wait)
+
+    def step(self, besides: Tensor | None = None, wait: bool = True) -> StepResult:
         """Apply the step if it is due; `besides` [k] float64 is read on the host with it.
 
         Raises ConfigError, OrderError, NonFiniteError.
         """
-        optimizer, loss_scale = self.parts.optimizer, self.parts.loss_scale
-        lr = float(optimizer.torch.param_groups[0]["lr"])
+        optimizer, lr = self.parts.optimizer, float(self.parts.optimizer.torch.param_groups[0]["lr"])
         if not self._is_due():
-            return self._result(NOT_DUE, self._no_norm, lr)
-        known, accumulation = self._measured, self.parts.accumulation
-        measured = known or self._measure()
-        nan, nans, weights = accumulation.nan, accumulation.nans, accumulation.weights
-        try:
-            if known is not None and self.parts.reductions.pending:
-                raise ConfigError(
-                    "gradients of a submodule have come after the gradient norm of their step was computed: call "
-                    "backward before clip_grad_norm_ or engine.grad_norm()."
-                )
-            outcome = optimizer.update(measured, besides)
-        finally:
-            self.reset()  # whatever is still gathered holds the weights of before
-        applied = outcome.reason == APPLIED
-        self.count += applied
-        for feature in self.features:
-            feature.after_update(outcome)
-        loss_scale.update(outcome.reason == OVERFLOW)
-        if applied and self.scheduler is not None:
-            self.scheduler.step()
-        self.figures = StepFigures(applied, outcome.host_norm, loss_scale.value, lr, outcome.besides)
-        reason = self._why(nan, nans, weights) if outcome.reason == OVERFLOW else outcome.reason
-        for of_chunk in self.parts.hooks:
-            of_chunk.without_weights.clear()
+            return self._nothing_due(lr, wait)
+        with self.parts.clocks.of(UPDATE):
+            measured = self._measured or self._norm(self._reduce())
+            why = self._why_not_finite()
+            try:
+                self._refuse_late_gradients()
+                outcome = optimizer.update(measured, besides)  # clip, the torch optimizer, masters to weights
+            finally:
+                self.reset()  # whatever is still gathered holds the weights of before
+            reason = self._follow(outcome, lr, why)
+            if wait:
+                optimizer.wait()  # new weights are in place
+        self.parts.clocks.end_step()
         return self._result(reason, outcome.norm, lr)
 
     def norm(self) -> Tensor:
@@ -108,7 +147,8 @@ class Stepper:
         if not self._is_due():
             return self._no_norm
         if self._measured is None:
-            self._measured = self._measure()
+            with self.parts.clocks.of(UPDATE):
+                self._measured = self._norm(self._reduce())
             self.parts.accumulation.closed = True
         return self._measured.norm
 
@@ -122,53 +162,80 @@ class Stepper:
             )
         return accumulation.reached
 
-    def _measure(self) -> Measured:
-        """Reduce what is left of the step's gradients, and compute their norm; a failure forgets the step."""
+    def _reduce(self) -> float | Tensor:
+        """Reduce what is left of the step's gradients; return this rank's sum of weights."""
         dp, accumulation, reductions = self.parts.axes.dp, self.parts.accumulation, self.parts.reductions
-        try:
+        with self._forgotten_where_it_fails():
             weight = self.parts.order.end(accumulation)
             reductions.catch_up()
             if not reductions.adopted and dp.size > 1:
                 reductions.adopt(broadcast_ints(dp, reductions.observed()))
-            return self.parts.optimizer.measure(weight, self.parts.loss_scale.value, accumulation.nan)
+            return weight
+
+    def _norm(self, weight: float | Tensor) -> Measured:
+        """Compute the norm of what has been reduced."""
+        with self._forgotten_where_it_fails():
+            return self.parts.optimizer.measure(weight, self.parts.loss_scale.value, self.parts.accumulation.nan)
+
+    def _nothing_due(self, lr: float, wait: bool) -> StepResult:
+        if wait:
+            self.parts.optimizer.wait()
+        return self._result(NOT_DUE, self._no_norm, lr)
+
+    def _follow(self, outcome: Outcome, lr: float, why: Callable[[], str]) -> str:
+        """Go on from a step that was applied or skipped; return the reason. why: a norm is not finite."""
+        applied, loss_scale = outcome.reason == APPLIED, self.parts.loss_scale
+        self.count += applied
+        for feature in self.features:
+            feature.after_update(outcome)
+        loss_scale.update(outcome.reason == OVERFLOW)
+        if applied and self.scheduler is not None:
+            self.scheduler.step()
+        self.figures = StepFigures(applied, outcome.host_norm, loss_scale.value, lr, outcome.besides)
+        reason = why() if outcome.reason == OVERFLOW else outcome.reason
+        for of_chunk in self.parts.hooks:
+            of_chunk.without_weights.clear()
+        return reason
+
+    def _why_not_finite(self) -> Callable[[], str]:
+        """Return what says why the norm is not finite: after the step's losses and weights are forgotten."""
+        accumulation = self.parts.accumulation
+        return partial(why_not_finite, self.parts, accumulation.nan, accumulation.nans, accumulation.weights)
+
+    def _refuse_late_gradients(self) -> None:
+        if self._measured is not None and self.parts.reductions.pending:
+            raise ConfigError(
+                "gradients of a submodule have come after the gradient norm of their step was computed: call "
+                "backward before clip_grad_norm_ or engine.grad_norm()."
+            )
+
+    def mean(self, sums: Sequence[SumAndWeight], micro_batches: int, trained: bool) -> Tensor:
+        """Return the mean loss of all ranks, of each micro-batch's sum and weight on this one."""
+        everywhere = self.parts.model_group.sum(self.parts.order.sum_of(sums, micro_batches, trained))
+        return everywhere[0] / everywhere[1]
+
+    # --- features -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _around(self, number: int, batch: Any) -> Iterator[None]:
+        with ExitStack() as around:
+            for feature in self._features_around:
+                around.enter_context(feature.around(number, batch, self._execution.apart))
+            yield
+
+    @property
+    def _recording(self) -> InStep | None:
+        return next((feature.recording for feature in self.features if feature.recording is not None), None)
+
+    # --- forgetting -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _forgotten_where_it_fails(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.abandon()
             raise
-
-    def _why(self, nan: Tensor | None, nans: Sequence[Tensor], weights: Sequence[float | Tensor]) -> str:
-        """Return the reason of a step whose norm is not finite, with the ranks whose loss or weight was not.
-
-        All ranks call it; 8 bytes to each other rank.
-        """
-        axes, hooks = self.parts.axes, self.parts.hooks
-        lost = torch.stack([each.double() for each in nans]).amax() if nans else 0.0
-        mine = torch.zeros((), dtype=torch.float64, device=axes.dp.device)
-        mine += _WITHOUT_WEIGHT * lost if nan is None else torch.where(nan, _LOST, _WITHOUT_WEIGHT * lost)
-        if of_device := [weight.to(mine) for weight in weights if isinstance(weight, Tensor)]:  # others were checked
-            values = torch.stack(of_device)
-            mine = torch.where((values.isfinite() & (values >= 0)).all(), mine, _NO_WEIGHT)
-        told = axes.world.read(axes.world.exchange(mine.view(1)).view(-1), [0.0] * axes.world.size)
-        worst = max(told)
-        if not worst:
-            unseen = sorted(name for of_chunk in hooks for name in of_chunk.without_weights)
-            return f"{OVERFLOW}, after a backward of {unseen[0]!r} without its weights. {SAVE}" if unseen else OVERFLOW
-        ranks = name_ranks([rank for rank, flag in enumerate(told) if flag == worst])
-        if worst == _NO_WEIGHT:
-            return (
-                f"{OVERFLOW}, with a weight on {ranks} that is NaN, infinite or negative: pass the number of targets."
-            )
-        if worst == _WITHOUT_WEIGHT:
-            return (
-                f"{NAN_LOSS} on {ranks}, of weight 0, and gradients may be NaN with it: where there is no target pass "
-                "a loss of 0, such as output.sum() * 0, or sums: engine.backward_sum(total, weight=n)"
-            )
-        released = any(of_chunk.saved is not None for of_chunk in hooks)
-        return (
-            f"{NAN_LOSS} on {ranks}: all labels there may be -100, and a mean over no targets is NaN (pass "
-            "the number of targets: engine.backward(loss, weight=n), with loss 0 where n is 0, or call train_batch)"
-            + "; or, at stage 3, a forward goes through parameters() of a module that it does not call"
-            * released
-        )
 
     def leave_out(self) -> None:
         """Forget this step; one whose norm was computed, and is not finite, counts as skipped: the loss scale falls."""

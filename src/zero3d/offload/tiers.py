@@ -46,6 +46,7 @@ from zero3d.offload.updates import RecordUpdates
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, TierRow, is_buffered
 from zero3d.zero.buckets import Bucket, UnitBuckets
+from zero3d.zero.clocks import Clocks
 from zero3d.zero.optimizer import ShardedOptimizer
 
 BUFFERS, STAGING = "ring buffers", "staging"
@@ -191,7 +192,7 @@ class Tiers:
         """Return the bytes of the host's slab."""
         return int(sum(self.arenas[HOST].live(category) for category in (*STATES, *TRANSIENT)))
 
-    def updates(self, optimizer: ShardedOptimizer, arena: Arena) -> RecordUpdates | None:
+    def updates(self, optimizer: ShardedOptimizer, arena: Arena, clocks: Clocks) -> RecordUpdates | None:
         """Return what updates an optimizer's pieces in records; None where only frozen weights are."""
         if all(unit.weights.records is None for unit in optimizer.units):
             return None
@@ -208,7 +209,7 @@ class Tiers:
         # Of weights behind a ring that one serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = Threads(1, "updates") if behind else None
-        return RecordUpdates(optimizer, executor, self.store, arena.device, thread)
+        return RecordUpdates(optimizer, executor, self.store, arena.device, clocks, thread)
 
     def _staged(self, optimizer: ShardedOptimizer, arena: Arena) -> StagedGradients | None:
         """Return what brings gradients from the host of an accelerator, if any bucket is updated on the device."""

@@ -28,7 +28,9 @@ from zero3d.errors import Zero3dError
 from zero3d.memory.threads import Threads
 from zero3d.offload.executors import Executor
 from zero3d.zero.buckets import WEIGHTS, Records
+from zero3d.zero.clocks import Clocks
 from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.step_parts import OFFLOAD
 from zero3d.zero.streams import ThreadStream
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import BucketPieces, DeferredUpdates, OpenBucket, Options, buckets_of
@@ -48,6 +50,7 @@ class RecordUpdates(DeferredUpdates):
         executor: Executor,
         records: Records,
         device: torch.device,
+        clocks: Clocks,
         thread: Threads | None = None,
     ) -> None:
         self._optimizer = optimizer.torch
@@ -57,6 +60,7 @@ class RecordUpdates(DeferredUpdates):
         self._buckets = dict(sorted(found.items(), key=lambda item: item[1][0].bucket.record))
         self._send, self._thread = optimizer.send, thread
         self._device, self._side = device, ThreadStream(device)
+        self._clocks = clocks
         self._queue: deque[Unit] = deque()
         self._made: dict[Unit, Future[None]] = {}
         self._order = [each for of_unit in self._buckets.values() for each in of_unit]
@@ -121,6 +125,12 @@ class RecordUpdates(DeferredUpdates):
 
     def _update(self, unit: Unit) -> None:
         self._check()
+        with self._clocks.of(OFFLOAD):
+            self._make_due(unit)
+        self._send(unit)
+
+    def _make_due(self, unit: Unit) -> None:
+        """Make the update of the next unit, or wait for the thread that does."""
         try:
             if self._thread is None:
                 self._update_buckets(unit, self._buckets[unit])
@@ -135,7 +145,6 @@ class RecordUpdates(DeferredUpdates):
         except BaseException as error:
             self._failure = error
             raise
-        self._send(unit)
 
     def _make(self, unit: Unit) -> None:
         """Update what of a unit is updated on the host, in a thread."""

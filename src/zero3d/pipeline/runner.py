@@ -46,6 +46,7 @@ from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.step import Callbacks, Observer, Step
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.pipeline.waits import Waits
+from zero3d.zero.step_parts import BUBBLE
 
 # Lengths padded to multiples of 128 up to 2,048 are 16. A schedule of 8 stages takes 0.5 MB of the host for 32
 # micro-batches in a V, 1.8 MB for 128 (measured in November 2026).
@@ -124,7 +125,7 @@ class Pipeline:
         numbers = torch.arange(made.shape.micro_batches)
         first = (numbers,) if 0 in self._chunks.modules else ()
         run = partial(made.schedule.step, *first, target=numbers, losses=[], return_outputs=False)
-        with step:
+        with step, self._step.clocks.of(BUBBLE):
             made.waits.begin()
             try:
                 self._axis.guarded("a step", "pipeline", run)

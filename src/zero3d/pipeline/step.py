@@ -26,6 +26,8 @@ from zero3d.pipeline.actions import Action
 from zero3d.pipeline.chunks import Chunks, SumAndWeight
 from zero3d.pipeline.failures import Failures
 from zero3d.zero.accumulation import Accumulation, Contribution
+from zero3d.zero.clocks import Clocks
+from zero3d.zero.step_parts import BACKWARD, FORWARD
 
 
 class Callbacks(NamedTuple):
@@ -37,6 +39,7 @@ class Callbacks(NamedTuple):
     done          all gradients of a chunk and a micro-batch are there
     gathered      a chunk's units, whole inside the block
     arena         lends what is received into
+    clocks        tell what compute does from waits for other stages
     own_shape     of token ids -> of those that this rank computes
     """
 
@@ -46,6 +49,7 @@ class Callbacks(NamedTuple):
     done: Callable[[nn.Module], None]
     gathered: Callable[[nn.Module], AbstractContextManager[None]]
     arena: Arena
+    clocks: Clocks
     own_shape: Callable[[Sequence[int]], Sequence[int]] = tuple
 
     def apart(self) -> Callbacks:
@@ -92,7 +96,7 @@ class Step:
         self._ledger = ledger
         self._axis = axis
         self._loss_dtype = loss_dtype
-        self.arena = callbacks.arena
+        self.arena, self.clocks = callbacks.arena, callbacks.clocks
         self._batches: Sequence[Any] = ()
         self._scale = 1.0
         self._observer: Observer | None = None
@@ -126,10 +130,11 @@ class Step:
         observer = self._observer_of(micro_batch)
         if observer is not None:
             observer.enters(chunk, batch, entering if chunk else ())
-        output = self._chunks.run(chunk, entering if chunk else (ids,), inputs)
-        if chunk == self._chunks.last:
-            with self._failures.in_chunk(chunk):
-                output = self._scaled_loss(output, batch)
+        with self.clocks.of(FORWARD):
+            output = self._chunks.run(chunk, entering if chunk else (ids,), inputs)
+            if chunk == self._chunks.last:
+                with self._failures.in_chunk(chunk):
+                    output = self._scaled_loss(output, batch)
         if observer is not None:
             observer.leaves(chunk, output)
         return output
@@ -139,7 +144,8 @@ class Step:
         """Run a backward inside; hand on gradients that no hook saw."""
         observer = self._observer_of(micro_batch)
         counting = self._callbacks.accumulation.counting(Contribution(0.0, last=False))
-        with self._failures.in_chunk(chunk), counting, observer.backward(chunk) if observer else nullcontext():
+        around = observer.backward(chunk) if observer else nullcontext()
+        with self._failures.in_chunk(chunk), counting, around, self.clocks.of(BACKWARD):
             yield
             self._callbacks.sweep()
 

@@ -112,7 +112,7 @@ def observe(
         warm, taken = run or (len(batches), len(batches))
         for tensor in (t for batch in batches for t in tensors_in(dict(batch))):
             memory.on_borrow(INPUTS, tensor)
-        with around(engine, "_step", position.step):
+        with around(engine._parts.stepper, "step", position.step):
             if warm:
                 engine.train_batch(batches[:warm])
             else:

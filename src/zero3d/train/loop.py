@@ -40,14 +40,16 @@ from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.plan_check import PlanCheck
 from zero3d.train.profiler import Tracer
-from zero3d.train.progress import Progress
+from zero3d.train.progress import LINES, Progress
 from zero3d.train.resume_hints import ANEW, ResumeHints, after_corruption, none_applied, skip_limit, too_many_skips
 from zero3d.train.saving import Saving
 from zero3d.train.spikes import SpikeWatch
+from zero3d.train.step_times import fields
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.zero.optimizer import is_not_finite
+from zero3d.zero.step_parts import DATA, OverRanks
 
 SHARED = 3  # numbers that each rank tells the others in a step
 
@@ -178,7 +180,8 @@ class Loop:
     def step(self, request: StopRequest) -> Record:
         """Train on the next batch; return what this rank saw of it: of the device nothing but what the step reads."""
         begun, self.engine.mesh.heartbeat.step = time.monotonic(), self.state.step + 1
-        batches = [self.on_device(batch) for batch in next(self.stream)]
+        with self.engine.clocks.of(DATA):
+            batches = [self.on_device(batch) for batch in next(self.stream)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
         self._train(batches, lambda: self._share(request, tokens))
@@ -186,7 +189,9 @@ class Loop:
         assert result is not None
         assert figures is not None
         self._overflows += is_not_finite(result.reason)
-        loss, *self._of_ranks = figures.besides
+        loss, *shared = figures.besides
+        border = SHARED * self.engine.world.size
+        self._of_ranks, times = shared[:border], shared[border:]
         saved = self.saving.figures()
         record = {
             "step": self.state.step + 1,
@@ -197,13 +202,36 @@ class Loop:
             "applied": figures.applied,
             "tokens": tokens,
         }
-        return record | {"seconds": time.monotonic() - begun} | saved
+        return record | {"seconds": time.monotonic() - begun} | self._times(times) | saved
 
     def _share(self, request: StopRequest, tokens: int) -> Tensor:
-        """Return of every rank the signal that asks it to stop or 0, its tokens, if its save is over; on the device."""
+        """Return of every rank the signal that asks it to stop or 0, its tokens, if its save is over; on the device.
+
+        Where a record is to say what parts of steps take, then the least, mean and largest of these over ranks.
+        """
         local = [float(request.signal or 0), float(tokens), float(self.engine.save_is_over)]
+        if self._tells_times:
+            local += self.engine.clocks.window()
         with self.traffic.excluded():
-            return self.engine.world.exchange(device_values(local, self.engine.mesh.device)).flatten()
+            told = self.engine.world.exchange(device_values(local, self.engine.mesh.device))
+        times = told[:, SHARED:]
+        over_ranks = [times.amin(0), times.mean(0), times.amax(0)] if self._tells_times else []
+        return torch.cat([told[:, :SHARED].flatten(), *over_ranks])
+
+    @property
+    def _tells_times(self) -> bool:
+        """Whether the step under way says what parts of those before it have taken."""
+        step, every = self.state.step + 1, self.config.log.every or max(1, self._last_step // LINES)
+        return step == self._last_step or _due(step, every)
+
+    def _times(self, flat: Sequence[float]) -> Record:
+        """Return the fields of a record, of the least, mean and largest of each part; none where steps are too few."""
+        if not any(flat):
+            return {}
+        many = len(flat) // len(OverRanks._fields)
+        over_ranks = OverRanks(*(flat[place * many : (place + 1) * many] for place in range(len(OverRanks._fields))))
+        self.engine.clocks.hear(over_ranks)
+        return fields(over_ranks, self.engine.world.size)
 
     @property
     def _is_read_next(self) -> bool:

@@ -21,6 +21,7 @@ from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses
 from zero3d.train.progress import held
 from zero3d.train.run import Result
+from zero3d.train.step_times import of_history, where_it_went
 
 BUFFERS = {
     "gathered": "gathered weights",
@@ -140,6 +141,7 @@ def summary(result: Result) -> Iterator[str]:
     if result.steps:
         most = held(result.peak_memory, result.peak_reserved)
         yield f"trained {steps_of(result)} in {result.seconds:.1f} s; fullest rank at its peak: {most}"
+        yield from where_it_went(of_history(result.steps))
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"

@@ -19,17 +19,21 @@ The all-gather itself is `Weights.gather` (weights.py), and hooks.py says who us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 
 from zero3d.distributed.unit_order import AHEAD
 from zero3d.errors import ConfigError
+from zero3d.zero.clocks import Clocks
+from zero3d.zero.step_parts import GATHERS, OFFLOAD
 from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit
 from zero3d.zero.unit_parts import State
 
+CPU = torch.device("cpu")
 OPENED = "full_params"  # inside full_params(): parameters are whole, and may be written
 EXPORT = "export"  # one unit, to be read by others than the model
 STREAM = "stream"  # one unit, to be streamed: an export between two of its buckets leaves it gathered
@@ -126,8 +130,10 @@ class Gathers:
     training  the order of micro-batches, or of steps
     """
 
-    def __init__(self, side: SideStream, every_step: bool = False, plans_step: bool = False) -> None:
-        self._side = side
+    def __init__(
+        self, side: SideStream, every_step: bool = False, plans_step: bool = False, clocks: Clocks | None = None
+    ) -> None:
+        self._side, self._clocks = side, clocks or Clocks(CPU, on=False)
         self._every_step = every_step
         self._plans_step = plans_step  # a recording is of a whole step, not of one micro-batch
         self.training = Order()
@@ -142,7 +148,7 @@ class Gathers:
     def acquire(self, unit: Unit, token: object) -> None:
         """Gather a unit for `token`, which needs its full parameters from now on."""
         if not unit.weights.sharded:
-            unit.weights.ready()  # new ones may be on their way
+            self.ready(unit)
             return
         self._note(unit, token, True)
         first = not unit.users
@@ -166,6 +172,14 @@ class Gathers:
                 unit.users.add(STEP)
         if token in EXACT:
             unit.weights.show(exactly=True)
+
+    def ready(self, unit: Unit) -> None:
+        """Wait for new weights of a persistent unit, if they are on their way."""
+        if unit.weights.pending:
+            with self._clocks.of(GATHERS):
+                unit.weights.ready()
+        else:
+            unit.weights.ready()
 
     def acquire_on_first(self, unit: Unit, token: object) -> None:
         """Gather a unit to be exported or streamed: on gloo to its first rank alone, unless all have it anyway."""
@@ -254,8 +268,9 @@ class Gathers:
         if unit in self._ahead:
             self._ahead.remove(unit)
         self._look_ahead(planned)
-        self._side.join(unit.name)
-        unit.weights.ready()
+        with self._clocks.of(GATHERS):
+            self._side.join(unit.name)
+            unit.weights.ready()
 
     def _issue(self, unit: Unit, exactly: bool = False) -> None:
         if unit.weights.state is State.SHARDED:
@@ -267,7 +282,8 @@ class Gathers:
                 )
             refuse_export(unit)
             unit.weights.flush()
-            with self._side.issue(unit.name):
+            far = self._clocks.of(OFFLOAD) if unit.weights.from_records else nullcontext()
+            with far, self._side.issue(unit.name):
                 unit.weights.gather(exactly)
 
     def _look_ahead(self, planned: Planned) -> None:

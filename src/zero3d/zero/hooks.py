@@ -271,7 +271,7 @@ class Hooks:
         def wait(module: nn.Module, args: Any) -> None:
             self._called.update(units)
             for unit in units:
-                unit.weights.ready()
+                self._gathers.ready(unit)
 
         return wait
 
@@ -371,7 +371,7 @@ class Hooks:
             # Without grad torch's encoders ask whether a parameter has operations of its own, and take another path.
             if unit in awaited and unit.weights.pending and torch.is_grad_enabled():
                 continue  # nobody has touched it since
-            unit.weights.ready()
+            self._gathers.ready(unit)
             if OPENED not in unit.users:
                 unit.weights.check()
         if self.shows_masters:  # autocast does not take float64
@@ -383,7 +383,7 @@ class Hooks:
         if mode == "eval":
             self._gathers.end_forward()
         for unit in self._persistent:
-            unit.weights.ready()
+            self._gathers.ready(unit)
         if mode != "train":
             return
         self._fresh = fresh = [True]

@@ -40,6 +40,8 @@ from zero3d.distributed.axis import Pending
 from zero3d.distributed.unit_order import IN_FLIGHT
 from zero3d.errors import ConfigError
 from zero3d.zero.arrivals import Arrivals
+from zero3d.zero.clocks import Clocks
+from zero3d.zero.step_parts import REDUCTIONS
 from zero3d.zero.streams import SideStream
 from zero3d.zero.unit import Unit
 from zero3d.zero.unit_parts import State
@@ -90,9 +92,11 @@ class Reductions:
         closes: Closes = Closes.NOTHING,
         gathered: Collection[Unit] = (),
         shared: bool = False,
+        clocks: Clocks | None = None,
     ) -> None:
         """Begin without gradients. side: where reductions run; across: where sums over copies do."""
         self._closes, self._shared = closes, shared
+        self._clocks = clocks or Clocks(torch.device("cpu"), on=False)
         self._side, self._across = side, across
         self.extend(units, gathered)
         self.arrivals = Arrivals()
@@ -227,16 +231,18 @@ class Reductions:
         while unit in self._in_flight and not (self._shared and self._gathered):
             self._finish_oldest()
         for place in range(self._in_flight.index(unit) + 1 if unit in self._in_flight else 0):
-            self._side.join(self._in_flight[place].name)
-            self._in_flight[place].gradients.finish()
+            with self._clocks.of(REDUCTIONS):
+                self._side.join(self._in_flight[place].name)
+                self._in_flight[place].gradients.finish()
 
     def _finish_oldest(self) -> None:
         unit = self._in_flight.popleft()
         if not self._in_flight and self._side.beside_compute:
             with self._side.issue(unit.name):
                 self._add_up([unit])
-        self._side.join(unit.name)
-        unit.gradients.finish()
+        with self._clocks.of(REDUCTIONS):
+            self._side.join(unit.name)
+            unit.gradients.finish()
         if unit in self._gathered:
             with self._side.issue(unit.name):
                 unit.gradients.gather()
@@ -260,9 +266,10 @@ class Reductions:
         while self._in_flight:
             self._finish_oldest()
         self._finish_sums(0)
-        for unit in self._gathered:  # an engine may be dropped between its backward and its step
-            self._side.join(unit.name)
-            unit.gradients.wait()
+        with self._clocks.of(REDUCTIONS):
+            for unit in self._gathered:  # an engine may be dropped between its backward and its step
+                self._side.join(unit.name)
+                unit.gradients.wait()
 
     def sweep(self) -> None:
         """Take gradients that came without a hook."""
@@ -302,9 +309,10 @@ class Reductions:
         """Wait for the oldest sums over copies until so many are left."""
         while len(self._over_copies) > left:
             unit, summed = self._over_copies.popleft()
-            with self._across.issue(unit.name):
-                summed.wait()
-            self._across.join(unit.name)
+            with self._clocks.of(REDUCTIONS):
+                with self._across.issue(unit.name):
+                    summed.wait()
+                self._across.join(unit.name)
             if unit.gradients.state is State.EMPTY:  # of a step that died
                 unit.gradients.take_back()
 

@@ -204,6 +204,11 @@ class Weights:
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return self.full.new_zeros(self.layout.shard, dtype=dtype)
 
+    @property
+    def from_records(self) -> bool:
+        """Whether this rank's shard comes from a record off the device."""
+        return isinstance(self.place, InRecord)
+
     # --- gather and release ---------------------------------------------------------------------
 
     def gather(self, exactly: bool = False) -> None:

@@ -1,0 +1,150 @@
+"""Where a step's time goes: seconds of this rank by part. Parts do not overlap: one inside of another interrupts it.
+
+    on a CPU           the host's clock: who waits for peers is blocked there
+    on an accelerator  time of the stream that computes, between events at which one part ends and the next begins
+
+Nothing waits for an event: those of a step are read when the device has passed them, which is a step later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch
+
+from zero3d.zero.step_parts import OTHER, PARTS, WHOLE, OverRanks, PartTime
+from zero3d.zero.streams import compute_stream
+
+PENDING = 4096  # events between two looks at them
+
+
+class _Inside:
+    """A part that is entered and left, again and again."""
+
+    def __init__(self, clocks: Clocks, part: str) -> None:
+        self._clocks, self._part = clocks, part
+
+    def __enter__(self) -> None:
+        self._clocks.begin(self._part)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clocks.end()
+
+
+class Clocks:
+    """Adds up the seconds of each part.
+
+    on     False where nothing is measured
+    steps  whose seconds have been read
+    """
+
+    def __init__(self, device: torch.device, on: bool = True) -> None:
+        """Begin between two steps, in no part."""
+        self.on = on
+        self.steps = 0
+        self._device = device
+        self._inside = {part: _Inside(self, part) for part in PARTS}
+        self._parts = [OTHER]  # the running one comes last, behind those that it interrupts
+        self._seconds, self._first = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
+        self._told = 0, dict(self._seconds)  # as the last window ended
+        self._ended = 0, dict(self._seconds)  # as the last step did
+        self._over_ranks: list[OverRanks] = []
+        self._of_device = device.type != "cpu"
+        self._last = time.perf_counter()
+        self._running = OTHER
+        self._events: deque[tuple[torch.Event, str | None]] = deque()  # with the part that begins; None: a step ends
+        self._free: list[torch.Event] = []
+
+    def of(self, part: str) -> AbstractContextManager[None]:
+        """Count what happens inside as a part's."""
+        return self._inside[part]
+
+    def begin(self, part: str) -> None:
+        """Begin a part, which interrupts the one that runs unless all inside of that is its own."""
+        now = self._parts[-1]
+        self._parts.append(now if now in WHOLE else part)
+        if self._parts[-1] != now:
+            self._mark(self._parts[-1])
+
+    def end(self) -> None:
+        """End the part that runs, and go on with what it interrupted."""
+        ended = self._parts.pop()
+        if self._parts[-1] != ended:
+            self._mark(self._parts[-1])
+
+    def end_step(self) -> None:
+        """End a step."""
+        if not self.on:
+            return
+        self._mark(None)
+        if self._of_device:
+            self._read()
+
+    def _mark(self, part: str | None) -> None:
+        """Note that a part begins now, or that a step ends."""
+        if not self.on:
+            return
+        if self._of_device:
+            if not self._events and part is not None:
+                self._running = part
+            event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
+            event.record(compute_stream(self._device))
+            self._events.append((event, part))
+            if len(self._events) % PENDING == 0:
+                self._read()
+        else:
+            now = time.perf_counter()
+            self._add(now - self._last, part)
+            self._last = now
+
+    def _add(self, seconds: float, following: str | None) -> None:
+        """Give the running part its seconds; another follows, or a step ends."""
+        self._seconds[self._running] += seconds
+        if following is not None:
+            self._running = following
+            return
+        self.steps += 1
+        if self.steps == 1:
+            self._first = dict(self._seconds)
+            self._told = 1, dict(self._seconds)
+        self._ended = self.steps, dict(self._seconds)
+
+    def _read(self) -> None:
+        """Read what the device has passed."""
+        while len(self._events) > 1 and self._events[1][0].query():
+            (begun, _), (event, part) = self._events.popleft(), self._events[0]
+            self._add(begun.elapsed_time(event) / 1000, part)
+            self._free.append(begun)
+
+    # --- what has been measured -----------------------------------------------------------------
+
+    def window(self) -> list[float]:
+        """Return the seconds of each part in a step since the last call, in the order of PARTS; zeros of none.
+
+        The first step, which allocates and compiles, counts in none.
+        """
+        (before, then), (steps, now) = self._told, self._ended
+        self._told = self._ended
+        many = max(1, steps - before)
+        return [(now[part] - then[part]) / many for part in PARTS]
+
+    def hear(self, over_ranks: OverRanks) -> None:
+        """Keep what all ranks' windows come to."""
+        self._over_ranks.append(over_ranks)
+
+    def rows(self) -> list[PartTime]:
+        """Return the parts that took any time, in the order of PARTS; of a first step where there is no other."""
+        steps, seconds = self._ended
+        first, heard = dict.fromkeys(PARTS, 0.0) if steps == 1 else self._first, len(self._over_ranks)
+        found = []
+        for place, part in enumerate(PARTS):
+            own = (seconds[part] - first[part]) / max(1, steps if steps == 1 else steps - 1)
+            over_ranks = [sum(each[i][place] for each in self._over_ranks) / heard if heard else None for i in range(3)]
+            if own or any(over_ranks):
+                found.append(PartTime(part, own, *over_ranks))
+        return found

@@ -1,0 +1,113 @@
+"""The page of a training step (engine/step.py) says what a step does: its calls are those of a step that is traced."""
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+
+from models import batch, net
+
+import zero3d
+from zero3d.engine import step as page
+from zero3d.engine.execution import Direct
+from zero3d.engine.step import Stepper
+from zero3d.zero.optimizer import ShardedOptimizer
+
+ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
+OWNERS = {"self": Stepper, "execution": Direct, "optimizer": ShardedOptimizer}
+CALLED = re.compile(r"\b[A-Z]\w+\.[a-z_]+\b")
+OTHER = {
+    "Stepper._around",
+    "Stepper._result",
+    "Stepper._is_due",
+    "Stepper._forgotten_where_it_fails",
+    "Stepper._nothing_due",
+}  # nothing of a step
+FAILING = {"Stepper.abandon", "Direct.apart"}
+
+
+@contextmanager
+def traced(calls):
+    """Note the functions of zero3d that are entered and left inside, and whether the page calls them."""
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event in ("call", "return") and "zero3d" in code.co_filename:
+            calls.append((event, code.co_qualname, frame.f_back.f_code.co_filename == page.__file__))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def on_the_page(method):
+    """The calls of a method of the page, in the order in which they are written."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    found = []
+    for node in sorted(calls, key=lambda node: (node.end_lineno, node.end_col_offset)):  # what is inside comes first
+        owner = OWNERS.get(ast.unparse(node.func.value).rpartition(".")[2])
+        if owner is not None and hasattr(owner, node.func.attr):
+            found.append(getattr(owner, node.func.attr).__qualname__)
+    return [name for name in found if name not in OTHER | FAILING]
+
+
+def a_step_s_calls():
+    model = net()
+    engine = zero3d.Engine(
+        model, stage=3, precision="fp32", loss=lambda output, _: (output.float().logsumexp(-1).sum(), output.numel())
+    )
+    ids = [[batch(step, engine.dp.rank), batch(step + 1, engine.dp.rank)] for step in range(2)]
+    engine.train_batch(ids[0])
+    calls = []
+    with traced(calls):
+        engine.train_batch(ids[1])
+    return calls
+
+
+def first_calls(calls, names):
+    """Names in the order in which the page first called them."""
+    return list(dict.fromkeys(name for event, name, by_page in calls if event == "call" and by_page and name in names))
+
+
+def inside(calls, name):
+    """What was called inside of all calls of a function."""
+    found, depth = set(), 0
+    for event, called, _ in calls:
+        if called == name:
+            depth += 1 if event == "call" else -1
+        elif depth and event == "call":
+            found.add(called)
+    return found
+
+
+def test_the_page_calls_its_parts_in_the_order_of_a_step_that_is_traced(ranks):
+    for calls in ranks(2, a_step_s_calls):
+        written = [*on_the_page(Stepper.train_batch), *on_the_page(Stepper.step)]
+        written.remove("Stepper.step")  # it is below
+        assert len(written) == len(set(written)) > 9
+        assert first_calls(calls, set(written)) == written
+
+
+def test_what_the_page_says_of_hooks_happens_inside_of_its_calls(ranks):
+    said = dict(re.findall(r"^    (forward|backward)  +(.*(?:\n {17}.*)*)$", page.__doc__, re.MULTILINE))
+    assert set(said) == {"forward", "backward"}
+    for calls in ranks(2, a_step_s_calls):
+        for name, call in (("forward", "Direct.forward"), ("backward", "Direct.backward_sum")):
+            named = set(CALLED.findall(said[name]))
+            assert len(named) >= 2
+            assert named <= inside(calls, call)
+
+
+def test_architecture_shows_the_page_as_it_is():
+    shown = re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
+    written = [textwrap.dedent(inspect.getsource(method)) for method in (Stepper.train_batch, Stepper.step)]
+    assert len(shown) == 2
+    for block, method in zip(shown, written, strict=True):
+        assert textwrap.indent(block, "    ") in method

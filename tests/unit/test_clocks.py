@@ -1,0 +1,208 @@
+"""Seconds of a step by part: on the host's clock, and by events of a device, which nobody waits for."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from zero3d.train.step_times import fields, of_history, where_it_went
+from zero3d.zero.clocks import Clocks
+from zero3d.zero.step_parts import BACKWARD, DATA, EVALUATION, FORWARD, GATHERS, OTHER, PARTS, UPDATE, OverRanks
+
+CUDA = torch.device("cuda", 0)
+
+
+class Time:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def now():
+    with mock.patch("time.perf_counter", Time()) as time:
+        yield time
+
+
+def step(clocks, now, forward=1.0, waits=0.25, backward=2.0, update=0.5, between=0.125):
+    with clocks.of(FORWARD):
+        now.now += forward / 2
+        with clocks.of(GATHERS):
+            now.now += waits
+        now.now += forward / 2
+    with clocks.of(BACKWARD):
+        now.now += backward
+    with clocks.of(UPDATE):
+        now.now += update
+    clocks.end_step()
+    now.now += between
+
+
+def seconds(clocks):
+    return {row.part: row.seconds for row in clocks.rows()}
+
+
+def test_parts_interrupt_each_other_and_add_up_to_the_time_that_has_passed(now):
+    clocks = Clocks(torch.device("cpu"))
+    step(clocks, now)
+    assert seconds(clocks) == {FORWARD: 1.0, BACKWARD: 2.0, GATHERS: 0.25, UPDATE: 0.5}
+    assert sum(seconds(clocks).values()) == now.now - 0.125  # what follows is the next step's
+
+
+def test_the_first_step_counts_only_where_there_is_no_other(now):
+    clocks = Clocks(torch.device("cpu"))
+    step(clocks, now, forward=100.0)
+    assert seconds(clocks)[FORWARD] == 100.0
+    for forward in (1.0, 3.0):
+        step(clocks, now, forward=forward)
+    assert seconds(clocks) == {FORWARD: 2.0, BACKWARD: 2.0, GATHERS: 0.25, UPDATE: 0.5, OTHER: 0.125}
+
+
+def test_all_that_happens_in_an_evaluation_is_the_evaluation_s(now):
+    clocks = Clocks(torch.device("cpu"))
+    with clocks.of(EVALUATION), clocks.of(FORWARD), clocks.of(GATHERS):
+        now.now += 4.0
+    step(clocks, now)
+    assert seconds(clocks)[EVALUATION] == 4.0
+    assert seconds(clocks)[GATHERS] == 0.25
+
+
+def test_what_raises_ends_its_part(now):
+    clocks = Clocks(torch.device("cpu"))
+    with pytest.raises(ValueError, match="inside"), clocks.of(FORWARD), clocks.of(GATHERS):
+        raise ValueError("inside")
+    now.now += 8.0
+    step(clocks, now)
+    assert seconds(clocks)[OTHER] == 8.0
+
+
+def test_a_window_has_the_steps_since_the_last_one_but_for_the_first_of_all(now):
+    clocks = Clocks(torch.device("cpu"))
+    assert not any(clocks.window())
+    step(clocks, now, forward=100.0)
+    assert not any(clocks.window())
+    for forward in (1.0, 3.0, 5.0, 7.0):
+        step(clocks, now, forward=forward)
+        if forward == 3.0:
+            assert clocks.window()[list(PARTS).index(FORWARD)] == 2.0
+    assert dict(zip(PARTS, clocks.window(), strict=True))[FORWARD] == 6.0
+    assert not any(clocks.window())
+
+
+def test_clocks_that_are_off_measure_nothing(now):
+    clocks = Clocks(torch.device("cpu"), on=False)
+    for _ in range(2):
+        step(clocks, now)
+    assert clocks.rows() == []
+    assert not any(clocks.window())
+
+
+# --- by events of a device ------------------------------------------------------------------------
+
+
+class Event:
+    """An event of a device that gets to it when it is told to."""
+
+    made, passed = [], 0  # of how many, in the order of their records
+
+    def __init__(self, device, enable_timing):
+        assert device == CUDA
+        assert enable_timing
+        Event.made.append(self)
+
+    def record(self, stream):
+        assert stream == "compute"
+        self.at, self.number = Event.time(), Event.recorded
+        Event.recorded += 1
+
+    def query(self):
+        return self.number < Event.passed
+
+    def elapsed_time(self, other):
+        assert self.query()
+        assert other.query()
+        return 1000 * (other.at - self.at)
+
+    def synchronize(self):
+        raise AssertionError("nothing waits for an event")
+
+    wait = synchronize
+
+
+@pytest.fixture
+def device():
+    Event.made, Event.recorded, Event.passed, Event.time = [], 0, 0, Time()
+    with (
+        mock.patch("torch.Event", Event),
+        mock.patch("torch.accelerator.current_stream", return_value="compute"),
+        mock.patch("time.perf_counter", side_effect=AssertionError("the host's clock says nothing of a device")),
+    ):
+        yield Event.time
+
+
+def clocks_of_device():
+    with mock.patch("time.perf_counter", return_value=0.0):
+        return Clocks(CUDA)
+
+
+def test_a_device_s_step_is_read_when_the_device_has_passed_it_and_events_are_used_again(device):
+    clocks = clocks_of_device()
+    for _ in range(2):
+        step(clocks, device)
+        assert clocks.steps == 0  # the device is late
+    Event.passed = Event.recorded
+    step(clocks, device, forward=9.0)
+    assert clocks.steps == 2
+    many = len(Event.made)
+    assert seconds(clocks) == {FORWARD: 1.0, BACKWARD: 2.0, GATHERS: 0.25, UPDATE: 0.5, OTHER: 0.125}
+    for _ in range(5):
+        Event.passed = Event.recorded
+        step(clocks, device)
+    assert clocks.steps == 7
+    assert len(Event.made) == many
+
+
+def test_a_device_gives_the_seconds_that_the_host_s_clock_gives(device):
+    clocks = clocks_of_device()
+    for forward in (1.0, 2.0, 3.0):
+        step(clocks, device, forward=forward)
+        Event.passed = Event.recorded
+    with clocks.of(DATA):
+        device.now += 1.0
+    clocks.end_step()
+    with mock.patch("time.perf_counter", Time()) as now:
+        same = Clocks(torch.device("cpu"))
+        for forward in (1.0, 2.0, 3.0):
+            step(same, now, forward=forward)
+    assert seconds(clocks) == seconds(same)
+
+
+# --- in records, and at a run's end ---------------------------------------------------------------
+
+
+def over_ranks(**parts):
+    """Least, mean and largest of parts, by name; zeros of all others."""
+    return OverRanks(*([parts.get(part, (0.0, 0.0, 0.0))[place] for part in PARTS] for place in range(3)))
+
+
+def test_a_record_has_the_mean_of_each_part_and_the_least_and_largest_where_there_are_several_ranks():
+    told = over_ranks(forward=(1.0, 2.0, 3.0), gathers=(0.0, 0.5, 1.0))
+    assert fields(told, ranks=1) == {"forward_s": 2.0, "gathers_s": 0.5}
+    of_two = fields(told, ranks=2)
+    assert list(of_two) == [f"{part}_s{end}" for part in ("forward", "gathers") for end in ("", "_least", "_largest")]
+    assert of_two["gathers_s_largest"] == 1.0
+
+
+def test_a_run_s_end_says_where_a_step_went_from_all_records_that_know():
+    windows = [fields(over_ranks(forward=(1.0, 1.5, 2.0), backward=(2.0, 2.0, 2.0)), 2), {"loss": 1.0}]
+    windows.append(fields(over_ranks(forward=(1.0, 2.5, 4.0), backward=(2.0, 2.0, 2.0), data=(0.0, 0.01, 0.01)), 2))
+    data, forward, backward = of_history(windows)
+    assert (forward.least, forward.seconds, forward.largest) == (1.0, 2.0, 3.0)
+    assert (data.seconds, backward.seconds) == (0.005, 2.0)
+    (line,) = where_it_went([data, forward, backward])
+    assert line == "a step of 4 s: forwards 50 % (25 to 75 by rank), backwards 50 %"
+    assert list(where_it_went(of_history([{"loss": 1.0}]))) == []
