@@ -42,6 +42,18 @@ class MemoryEntry(NamedTuple):
     at_peak: int
     now: int
 
+    def __str__(self) -> str:
+        """Say what is held where: "parameters on the device: planned 1.25 GB, measured 1.25 GB, ..."."""
+        planned = "" if self.planned is None else f"planned {decimal(self.planned)}, "
+        return (
+            f"{self.category} on the {self.place}: {planned}measured {decimal(self.measured)}, peak "
+            f"{decimal(self.peak)}, at the fullest instant {decimal(self.at_peak)}, now {decimal(self.now)}"
+        )
+
+    def __repr__(self) -> str:
+        """Return the same in brackets, as a prompt and a list show it."""
+        return f"MemoryEntry({self})"
+
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
