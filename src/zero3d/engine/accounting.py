@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from zero3d.account.optimizers import OptimizerBytes
-from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
+from zero3d.account.states import NOTHING, Held, StateBytes, gradient_bytes, unit_bytes
 from zero3d.account.traffic import UnitTraffic, traffic_of
 from zero3d.activations.host_slots import HostSlots
 from zero3d.blueprint.state_spans import Span
@@ -112,6 +112,14 @@ class Accounts:
     def planned(self) -> StateBytes:
         """Model states per rank by formula, padding apart."""
         return self._on_device.states
+
+    @property
+    def at_rest(self) -> dict[str, Fraction]:
+        """Bytes of model states on this rank's device between two steps, by category and formula: without gradients."""
+        held = self._on_device
+        gradients = [gradient_bytes(unit.plan, unit.layout) for unit in self._units]
+        padding = held.padding - sum(Fraction(each.padding) for each in gradients)
+        return {**held.by_category, "gradients": Fraction(0), "padding": padding}
 
     @property
     def memory(self) -> list[MemoryEntry]:

@@ -22,6 +22,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.determinism import refusals_named
 from zero3d.distributed.ledger import Ledger
 from zero3d.engine.engine import Engine
+from zero3d.engine.traffic_formulas import SessionCounts
 from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
 from zero3d.models.blocks import find_blocks
@@ -56,7 +57,7 @@ from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.resume_settings import batches_of, describe, settings_of, with_groups, with_saved
 from zero3d.train.sample import sample
 from zero3d.train.start import Start, check_start
-from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
+from zero3d.train.traffic import TrafficRow, traffic_rows
 from zero3d.train.weights import choose_weights
 
 
@@ -226,10 +227,10 @@ def _finish(
     engine, folder, tokenizer = loop.engine, loop.folder, inputs.data.tokenizer
     micro_batches = inputs.batch.accumulate
     applied = sum(record["applied"] for record in loop.history)
-    entries = engine.memory
-    memory = memory_rows(engine, entries, activations.bytes, micro_batches)
+    report = engine.report()
+    memory = memory_rows(report, activations.bytes, engine)
     counts = SessionCounts(applied, len(loop.history) - applied, micro_batches, loop.tokens)
-    traffic = traffic_rows(engine, loop.traffic, counts) if loop.history else []
+    traffic = traffic_rows(loop.traffic, counts) if loop.history else []
     peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if engine.policy.exact else ""
     expert_load = engine.expert_load.over_dp()
@@ -265,7 +266,7 @@ def _finish(
         memory=memory,
         traffic=traffic,
         peak_memory=peak,
-        peak_held=sum(entry.at_peak for entry in entries if entry.place == DEVICE),
+        peak_held=sum(row.at_peak for row in report.memory if row.place == DEVICE),
         peak_reserved=reserved,
         peak_host=host_peak(engine),
         held_out_loss=losses(history, HELD_OUT)[-1] if history else math.nan,
