@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -213,8 +214,12 @@ def _described(optimizer: Optimizer) -> str:
     """Return an optimizer's name with the options of its first group."""
     group = optimizer.param_groups[0]
     options = {name: _plain(group[name]) for name in optimizer.defaults if name in group}
-    told = (f"{name}={value}" for name, value in options.items() if value is not None and value is not False)
+    told = (f"{name}={_number(value)}" for name, value in options.items() if value is not None and value is not False)
     return f"{type(optimizer).__name__}({', '.join(told)})"
+
+
+def _number(value: Any) -> Any:
+    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _plain(value: Any) -> Any:
@@ -231,6 +236,8 @@ def _plain(value: Any) -> Any:
         return value.name
     if isinstance(row := getattr(value, "row", None), OptimizerRow):
         return row.name
+    if isinstance(value, partial):
+        return _plain(value.func)
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 

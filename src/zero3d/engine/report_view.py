@@ -112,7 +112,7 @@ def times(tree: Mapping[str, Any]) -> Table:
 def settings(tree: Mapping[str, Any], every: bool = False) -> Table:
     """Return settings that are not the default, the most important ones, and what became of those left open.
 
-    every  the others have rows, too, in place of the caption
+    every  the others have rows, too, and are not in the caption
     """
     rows, others = [], []
     for row in rows_of(tree, "settings"):
@@ -125,6 +125,16 @@ def settings(tree: Mapping[str, Any], every: bool = False) -> Table:
             others.append(f"{word(name)} {word(value)}")
     caption = f"at their defaults: {', '.join(others)}." if others else ""
     return Table("settings", SETTINGS, rows, caption)
+
+
+def became(tree: Mapping[str, Any]) -> Table:
+    """Return what the engine has made of settings that left something to it."""
+    rows = [
+        [word(row.get("name")), word(row.get("value")), word(row["became"])]
+        for row in rows_of(tree, "settings")
+        if row.get("became") is not None
+    ]
+    return Table("what the engine made of settings", [SETTINGS[0], SETTINGS[1], SETTINGS[3]], rows)
 
 
 def versions(tree: Mapping[str, Any]) -> Table:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,25 +33,9 @@ from zero3d.memory.arena import STATES
 from zero3d.precision import dtype_of
 from zero3d.spec.tiers import DEVICE
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
+from zero3d.train.tables import MemoryRow
 
 LABELS = {"optimizer": "optimizer states"}
-
-
-class MemoryRow(NamedTuple):
-    """Holds bytes on one rank at a place: the device, the host, a disk.
-
-    formula  None when there is none
-    at_most  it is an upper bound
-    agrees   the verdict
-    """
-
-    consumer: str
-    dtype: str
-    formula: int | None
-    at_most: bool
-    measured: int
-    agrees: bool | None
-    place: str = DEVICE
 
 
 # --- activations --------------------------------------------------------------------------------

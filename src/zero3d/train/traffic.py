@@ -8,21 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from zero3d.account.traffic import Moved, Sent
 from zero3d.distributed.degrees import DATA
 from zero3d.engine.engine import Engine
 from zero3d.engine.traffic_formulas import Routed, SessionCounts
-
-
-class TrafficRow(NamedTuple):
-    """Holds what one operation sent on one rank in the whole run; `equal` compares unit by unit."""
-
-    op: str
-    formula: Moved
-    measured: Moved
-    equal: bool
+from zero3d.train.tables import TrafficRow
 
 
 class TrainingTraffic:
