@@ -84,7 +84,7 @@ def _head(left: Left) -> Iterator[str]:
         of = "" if left.steps is None else f" of {left.steps:,}"
         skipped = course.last.get("skipped")
         more = f", {skipped:,} of them skipped" if skipped else ""
-        done = tables.steps_in_words(len(course.losses))
+        done = view.steps_in_words(len(course.losses))
         yield f"step {course.last['step']:,}{of}{more}; {done} in {course.seconds:.1f} s"
         values = ", ".join(f"{view.word(name)} {value:.6f}" for name, value in course.values.items())
         yield f"last loss {course.losses[-1]:.6f}{f'; last evaluation: {values}' if values else ''}"
@@ -103,7 +103,7 @@ def _tables(left: Left) -> Iterator[Table]:
         yield tables.memory_table(memory, ranks, words, _count(report, "peak_held"))
         if any(row.place != DEVICE for row in memory):
             yield tables.tiers_table(memory)
-        yield tables.traffic_table(traffic, ranks, tables.steps_in_words(_count(report, "session_steps")))
+        yield tables.traffic_table(traffic, ranks, view.steps_in_words(_count(report, "session_steps")))
     for table in (view.step_traffic(engine), view.times({"times": left.times}), view.versions(engine)):
         if table.rows:
             yield view.in_terminal(table)

@@ -86,7 +86,7 @@ VERBS = {
         "Show what a run was, how far it came and how it ended: settings, losses, memory, traffic, versions.",
         {
             "zero3d report zero3d-demo": "the demo, of zero3d train",
-            "zero3d report runs/llama": "a run that has finished, died or still goes on",
+            "zero3d report runs/llama": "a run: finished, dead or under way",
             "zero3d report runs/llama --json": "the same as data",
         },
     ),

@@ -185,7 +185,14 @@ def _is_count(value: Any) -> bool:
 
 
 def _rank(tree: Mapping[str, Any]) -> str:
-    return f"rank {count(tree.get('rank'))} of {count(tree.get('ranks'))} after {count(tree.get('steps'))} steps"
+    steps = tree.get("steps")
+    after = f" after {steps_in_words(steps)}" if isinstance(steps, int) else ""
+    return f"rank {count(tree.get('rank'))} of {count(tree.get('ranks'))}{after}"
+
+
+def steps_in_words(number: int) -> str:
+    """Return a number of steps in words."""
+    return f"{number:,} step{'' if number == 1 else 's'}"
 
 
 # --- as text and as HTML ------------------------------------------------------------------------

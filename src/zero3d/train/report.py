@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.config import Config, to_dict
+from zero3d.engine.report_view import steps_in_words
 from zero3d.expert_parallel.traffic import Busiest
 from zero3d.spec.tiers import DEVICE
 from zero3d.stores.cache import shown as shown_path
@@ -102,7 +103,7 @@ def summary(result: Result) -> Iterator[str]:
 
 def steps_of(result: Result) -> str:
     """Count this session's steps in words."""
-    return tables.steps_in_words(len(result.steps))
+    return steps_in_words(len(result.steps))
 
 
 def _difference(config: Config) -> str:

@@ -143,11 +143,6 @@ def traffic_table(rows: Sequence[TrafficRow], ranks: int, steps: str) -> Table:
     return table
 
 
-def steps_in_words(count: int) -> str:
-    """Return a number of steps in words."""
-    return f"{count:,} step{'' if count == 1 else 's'}"
-
-
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     """Make a table: columns of text, which are wrapped where it is narrow, of figures, the verdict, the formula's."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold")
