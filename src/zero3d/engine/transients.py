@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from zero3d.account.transients import (
@@ -32,7 +30,8 @@ def dtypes_of(parts: Parts) -> dict[str, str]:
     reduced = {buffer.dtype for unit in parts.units if unit.grads is not None for buffer in unit.grads.buffers}
     stored = [unit.weights.masters.stored for unit in parts.units]
     masters = {master.dtype for master in stored if master is not None}
-    states = set(_in_records(parts)) or {flat.dtype for _, _, flat in parts.optimizer.flat_states()}
+    in_records = frozenset[torch.dtype]() if parts.tiers is None else parts.tiers.dtypes
+    states = in_records or {flat.dtype for _, _, flat in parts.optimizer.flat_states()}
     compute = {unit.weights.full.dtype for unit in parts.units}
     gathered = {unit.weights.full.dtype for unit in parts.units if not unit.plan.whole}
     bucket = {torch_dtype(plan.local) for plan in gradients if not plan.kept}
@@ -40,22 +39,13 @@ def dtypes_of(parts: Parts) -> dict[str, str]:
     kinds: dict[str, set[torch.dtype]] = {
         "parameters": compute,
         "gradients": reduced,
-        "optimizer": masters | states,
+        "optimizer": masters | set(states),
         "gathered": gathered,
         "bucket": bucket,
         "wire": wire,
     }
     named = {category: {dtype_of(dtype).name for dtype in kind} for category, kind in kinds.items()}
     return {category: " + ".join(sorted(names)) or "-" for category, names in named.items()} | {"padding": "of each"}
-
-
-def _in_records(parts: Parts) -> Iterator[torch.dtype]:
-    """Yield the dtypes that records of optimizer states hold."""
-    for unit in parts.units:
-        records = unit.weights.records
-        if records is not None and unit.grads is not None:
-            for bucket in records.buckets[:1]:
-                yield from (records.view(bucket, name).dtype for name in bucket.names)
 
 
 def transient_bounds(parts: Parts, micro_batches: int) -> dict[str, int]:
