@@ -35,7 +35,8 @@ class SessionReport:
     """
 
     def __init__(self, loop: Loop, activations: Activations, micro_batches: int, steps: int) -> None:
-        self._loop, self._activations, self._micro_batches, self._steps = loop, activations, micro_batches, steps
+        self._loop, self._activations = loop, activations
+        self._micro_batches, self._steps = micro_batches, steps
         self._began = time.strftime(TIME)
         self._ended: dict[str, str] | None = None
         self.measure()
