@@ -23,7 +23,6 @@ from zero3d.distributed.kernels import capability
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.options import KEYWORDS, Options
 from zero3d.engine.parts import Parts
-from zero3d.engine.report_view import VERSION, as_html, as_text
 from zero3d.engine.traffic_formulas import TrafficFormulas
 from zero3d.engine.transients import dtypes_of, transient_bounds
 from zero3d.memory.arena import STATES
@@ -32,6 +31,7 @@ from zero3d.spec.optimizer import OptimizerRow
 from zero3d.spec.tiers import DEVICE
 from zero3d.zero.clocks import PartTime
 
+VERSION = 1
 DATA = frozenset({"weights"})  # keywords that are no settings: values, which an engine does not keep
 
 
@@ -131,10 +131,14 @@ class Report:
 
     def __str__(self) -> str:
         """Return tables for people, as wide as the terminal."""
+        from zero3d.engine.report_view import as_text  # with rich, which training alone does not need
+
         return as_text(self.as_json())
 
     def _repr_html_(self) -> str:
         """Return tables for a notebook."""
+        from zero3d.engine.report_view import as_html
+
         return as_html(self.as_json())
 
 

@@ -19,7 +19,6 @@ from rich.text import Text
 from zero3d.spec.sizes import decimal
 from zero3d.spec.tiers import DEVICE
 
-VERSION = 1
 IMPORTANT = ("stage", "precision", "optimizer", "clip_norm", "accumulate")  # settings that are shown by default, too
 LONGEST, LONGEST_NOTE = 200, 2000  # characters
 MOST = 4096  # rows
