@@ -22,7 +22,7 @@ from zero3d.doctor.table import PROBES
 from zero3d.plan.constants import CONSTANTS, Constant, Key
 from zero3d.plan.profiles import PROFILES
 from zero3d.spec.tiers import DEVICE
-from zero3d.train.report import shown
+from zero3d.train.tables import shown
 
 MB, GB = 1e6, 1e9
 STATES = ("parameters", "gradients", "optimizer states")

@@ -150,7 +150,7 @@ class Told:
         self.hear(Ledger, ("record", "widen", "reset"), lambda ledger: "ledger")
         self.hear(
             Arena,
-            ("allocate", "hold", "free", "borrow", "give_back", "fill", "drain", "reset_peaks"),
+            ("allocate", "hold", "let_go", "borrow", "give_back", "fill", "drain", "reset_peaks"),
             lambda arena: f"arena of {arena.place}",
         )
         self.hear(Engine, ("_open", "train_batch", "step"), lambda engine: "engine", given=False)

@@ -79,6 +79,7 @@ TORCH_FREE = (
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
     "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
     "models.foreign_code", "models.places", "cli.kept_specs", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_text",
+    "cli.report", "cli.run_folder", "engine.report_view", "train.tables", "train.curve",
 )  # fmt: skip
 WITH_TORCH = {
     "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints", "integrations.deepspeed.client_state",
@@ -346,7 +347,7 @@ def test_no_python_file_is_empty():
 
 
 COMMANDS = [["--help"], ["plan", "--theory", "--params", "7.5e9", "--gpus", "64"],
-            ["config", "schema"], ["compare", "--help"], ["launch", "k8s", "pyproject.toml"]]  # fmt: skip
+            ["config", "schema"], ["compare", "--help"], ["report", "--help"], ["launch", "k8s", "pyproject.toml"]]  # fmt: skip
 
 
 def test_help_theory_compare_and_launch_import_no_torch():

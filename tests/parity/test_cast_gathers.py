@@ -11,9 +11,9 @@ from test_gather_wires import MESHES, account, course, engine_of
 from training import save_model, save_rows, told, tree
 
 import zero3d
+from zero3d.engine.transients import transient_bounds
 from zero3d.errors import Zero3dError
 from zero3d.optim import adamw8bit, muon
-from zero3d.train.measure import transient_bounds
 
 CAST = {"weight_shards": "cast"}
 
@@ -86,7 +86,7 @@ def alive():
         engine.arena.reset_peaks()
         engine.backward(loss_of(engine, batch(0, rank)))
         engine.step()
-        bounds = transient_bounds(engine, 1)
+        bounds = transient_bounds(engine._parts, 1)
         peaks = {category: int(engine.arena.peak(category)) for category in bounds}
         found.append((int(engine.arena.live("parameters")), peaks, bounds))
     return found
@@ -112,7 +112,7 @@ def test_one_rank_keeps_masters_alone(ranks):
 def test_casts_to_fp16_take_no_scratch():
     engine = engine_of(precision="fp16", **CAST)
     train_engine(engine, [batch(0)], through_engine=True)
-    assert engine.arena.peak("wire") == transient_bounds(engine, 1)["wire"] == 0
+    assert engine.arena.peak("wire") == transient_bounds(engine._parts, 1)["wire"] == 0
 
 
 def unfrozen():

@@ -10,6 +10,8 @@ import offline
 import pytest
 import torch
 
+from zero3d.cli.main import main
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COMMAND = [sys.executable, "-m", "zero3d.cli.main", "train"]
 
@@ -53,6 +55,7 @@ def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
         "hf",
         "loss.png",
         "metrics.jsonl",
+        "report.json",
     ]
     assert (out / "checkpoints" / "step-4" / "manifest.json").is_file()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -127,6 +130,25 @@ def test_the_console_shows_progress_sample_and_tables(run):
         assert expected in text
     assert "UNEQUAL" not in text
     assert "Traceback" not in text
+
+
+def tables_in(text):
+    """The tables of memory and traffic, from their title to the blank line behind their caption."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    begin, end = (next(n for n, line in enumerate(lines) if line.startswith(said)) for said in ("memory of", "equal:"))
+    return lines[begin : end + 1]
+
+
+def test_its_report_has_what_it_measured_and_shows_what_it_printed(run, capsys, monkeypatch):
+    folder, printed, result = run
+    report = json.loads((folder / "zero3d-demo" / "report.json").read_text())
+    assert (report["memory"], report["traffic"]) == (result["memory"], result["traffic"])
+    assert (report["ended"]["how"], report["step"], report["steps"]) == ("finished", 4, 4)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["report", str(folder / "zero3d-demo")]) == 0
+    shown = capsys.readouterr().out
+    assert tables_in(shown) == tables_in(printed)
+    assert "demo on 2 ranks, finished" in shown
 
 
 @pytest.mark.long

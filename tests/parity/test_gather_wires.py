@@ -17,9 +17,10 @@ import zero3d
 from zero3d.account.traffic import node_traffic, step_traffic
 from zero3d.activations.recomputation import recompute
 from zero3d.distributed.block_codec import BlockCodec
+from zero3d.engine.traffic_formulas import SessionCounts
 from zero3d.errors import ConfigError, MeshError
 from zero3d.precision import to_compute
-from zero3d.train.traffic import SessionCounts, TrainingTraffic, traffic_rows
+from zero3d.train.traffic import TrainingTraffic, traffic_rows
 from zero3d.zero.buckets import InRecord
 from zero3d.zero.tokens import count_gathers
 
@@ -121,7 +122,7 @@ def course_of_experts(folder, options, reloads):
         counted.last_step()
         with counted.excluded(), torch.no_grad():
             seen.append(float(engine(**mixtures.summand(9, engine.dp.rank)).loss))
-    wrong = [row.op for row in traffic_rows(engine, counted, SessionCounts(2, 0, 1, 0)) if not row.equal]
+    wrong = [row.op for row in traffic_rows(counted, SessionCounts(2, 0, 1, 0)) if not row.equal]
     wrong += [each.category for each in engine.memory if each.planned not in (None, each.measured)]
     over = {
         axis: {e.unit for e in engine.traffic if (e.op, e.axis) == ("all_gather", axis)} for axis in ("node", "edp")

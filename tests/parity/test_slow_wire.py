@@ -15,8 +15,8 @@ from zero3d.account.traffic import Levels, step_traffic
 from zero3d.distributed.block_bytes import all_get_terms
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
+from zero3d.engine.transients import bytes_over_copies, transient_bounds
 from zero3d.memory.arena import Arena
-from zero3d.train.measure import bytes_over_copies, transient_bounds
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.tokens import count_gathers
 from zero3d.zero.unit_parts import SlowWire
@@ -156,7 +156,11 @@ def trained(form, stage=3, model="llama", stochastic=False, accumulate=1, count=
         if not engine.reductions.final:
             engine.arena.reset_peaks()
         curve.append((float(loss.detach()), float(engine.step().grad_norm)))
-    wire = engine.arena.peak("wire"), bytes_over_copies(engine), transient_bounds(engine, accumulate)["wire"]
+    wire = (
+        engine.arena.peak("wire"),
+        bytes_over_copies(engine._parts),
+        transient_bounds(engine._parts, accumulate)["wire"],
+    )
     gathers = count_gathers(engine.gathers.events)
     planned = step_traffic(stage, engine.traffic_units, Levels(shard, 2), gathers, accumulate, engine.policy.reduce)
     measured = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}

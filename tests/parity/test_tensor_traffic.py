@@ -7,14 +7,8 @@ from tensors import tiny
 import zero3d
 from zero3d.account.traffic import Moved, Sent
 from zero3d.activations.recomputation import recompute
-from zero3d.train.traffic import (
-    SessionCounts,
-    TrainingTraffic,
-    by_operation,
-    planned_model_group,
-    planned_pipeline,
-    planned_tensor,
-)
+from zero3d.engine.traffic_formulas import SessionCounts, planned_model_group, planned_pipeline, planned_tensor
+from zero3d.train.traffic import TrainingTraffic, by_operation
 
 M, STEPS, ROWS, LENGTH = 2, 2, 2, 8
 AXES = ("tp", "pp", "replica")
@@ -44,7 +38,8 @@ def measured_and_planned(
     with counted.excluded():
         engine.evaluate([{"input_ids": ids, "labels": ids}] * M)
     done = SessionCounts(STEPS, 0, M, STEPS * M * ROWS * LENGTH)
-    planned = [*planned_pipeline(engine, done), *planned_tensor(engine, done), *planned_model_group(engine, STEPS)]
+    parts = engine._parts
+    planned = [*planned_pipeline(parts, done), *planned_tensor(parts, done), *planned_model_group(parts, STEPS)]
     return by_operation(e for e in counted.entries() if e.axis in AXES and any(e.moved)), by_operation(planned)
 
 

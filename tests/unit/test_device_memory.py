@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zero3d.engine.report import HeldRow
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
@@ -106,22 +107,17 @@ def test_the_summary_names_both(reserved, most):
     assert next(summary(result)) == f"trained 1 step in 1.0 s; fullest rank at its peak: {most}"
 
 
-def rows(engine, monkeypatch):
-    monkeypatch.setattr("zero3d.train.measure.state_dtypes", lambda _: dict.fromkeys(CATEGORIES, "fp32"))
-    monkeypatch.setattr("zero3d.train.measure.transient_bounds", lambda *_: {})
-    entries = [SimpleNamespace(category=category, place="device", planned=1, measured=1) for category in CATEGORIES]
-    return {row.consumer: row.measured for row in memory_rows(engine, entries, {"fp32": 5}, 1)}
+def rows(engine):
+    held = [HeldRow(category, "device", "fp32", 1, 1, None, 1, 1, 1, 1) for category in CATEGORIES]
+    return {row.consumer: row.measured for row in memory_rows(SimpleNamespace(memory=held), {"fp32": 5}, engine)}
 
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "padding")
 
 
-def test_the_table_of_an_accelerator_ends_with_both(engine, monkeypatch):
-    assert list(rows(engine, monkeypatch).items())[-2:] == [
-        ("device: allocated", ALLOCATED),
-        ("device: reserved", RESERVED),
-    ]
+def test_the_table_of_an_accelerator_ends_with_both(engine):
+    assert list(rows(engine).items())[-2:] == [("device: allocated", ALLOCATED), ("device: reserved", RESERVED)]
 
 
-def test_the_table_of_the_cpu_ends_with_activations(on_cpu, monkeypatch):
-    assert list(rows(on_cpu, monkeypatch).items())[-1] == ("activations", 5)
+def test_the_table_of_the_cpu_ends_with_activations(on_cpu):
+    assert list(rows(on_cpu).items())[-1] == ("activations", 5)

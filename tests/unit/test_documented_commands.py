@@ -3,7 +3,7 @@
 verb                      what is done with it here
 config, launch            it is run, in a folder with README's run.yaml, examples/, models and data that pages name
 plan --theory, explain    it is run
-ckpt                      it is run, in that folder, where `run` and `runs/llama` have two checkpoints
+ckpt, report              it is run, in that folder, where `run` and `runs/llama` have two checkpoints
 train, compare, simulate  configuration, ranks, batch and positions are checked, nothing is started
 other plans               its words are read
 README's first block      it is typed in a copy of the project, in an environment of its own: an empty index takes the place of
@@ -162,7 +162,11 @@ def could_start(config, ranks):
 def tried(words):
     """Do with a command what the docstring's table says."""
     arguments = parse(words)
-    if words[0] in ("config", "launch", "completion") or words[:2] in (["plan", "--theory"], ["plan", "explain"]):
+    if (
+        words[0] in ("config", "launch", "completion")
+        or words[:2] in (["plan", "--theory"], ["plan", "explain"])
+        or words[0] == "report"
+    ):
         assert main(words) == 0
     elif words[0] == "models":  # tests/unit/test_support.py runs it
         known = arguments.model is None or arguments.model in {*PRESETS, *CONFIG_MAPPING}

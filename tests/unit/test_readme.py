@@ -208,6 +208,10 @@ def test_the_python_of_the_api_page_accumulates_and_that_of_checkpoints_goes_on(
     assert reduce == "every_micro_batch"
     assert [line.partition(":")[0] for line in units] == [unit.name for unit in names["engine"].units]
     assert {line.partition("; ")[2] for line in units} == {"weights whole; gradients sent in fp32"}
+    exec(python_of(ROOT / "docs" / "api.md", 2), names)
+    assert capsys.readouterr().out.startswith("memory of rank 0 of 1 after 1 step\n")
+    assert {"stage": 2, "accumulate": 4}.items() <= names["not_default"].items()
+    assert names["tree"]["versions"]["torch"] == torch.__version__
     exec(python_of(ROOT / "docs" / "checkpoints.md"), names)
     assert names["loop"] == {"epoch": 3}
     assert names["engine"].resumed.startswith("bitwise")

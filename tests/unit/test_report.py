@@ -8,9 +8,8 @@ from rich.console import Console
 
 from zero3d.account.traffic import Moved
 from zero3d.config import load
-from zero3d.train.measure import MemoryRow
 from zero3d.train.report import memory_table, show, steps_of, traffic_table
-from zero3d.train.traffic import TrafficRow
+from zero3d.train.tables import MemoryRow, TrafficRow
 
 LARGE = 31_182_848_123
 

@@ -12,11 +12,11 @@ from pipelines import covering
 from tensors import tiny
 
 from zero3d.engine.auto_offload import bytes_needed
+from zero3d.engine.transients import transient_bounds
 from zero3d.memory.arena import STATES
 from zero3d.plan.memory import instants
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.model_spec import trace
-from zero3d.train.measure import transient_bounds
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from instruments.races import Model, alone_in, collectives_of, lonely_mesh
@@ -24,7 +24,7 @@ from instruments.races import Model, alone_in, collectives_of, lonely_mesh
 
 def held(engine, count):
     """The most that was held of each kind, and of all together by what auto-offload counts, and the bound."""
-    bounds, need = transient_bounds(engine, count), bytes_needed(engine._parts)
+    bounds, need = transient_bounds(engine._parts, count), bytes_needed(engine._parts)
     together = sum(int(engine.arena.at_peak(kind)) for kind in (*STATES, *bounds) if kind != "padding")
     return {kind: (int(engine.arena.peak(kind)), bound) for kind, bound in bounds.items()} | {
         "together": (together, need.states + sum(need.others.values()))

@@ -24,6 +24,7 @@ STARTED = {
     "compare": (["zero.stage=0,4"], 2, "zero.stage takes a whole number from 0 to 3"),
     "ckpt": (["ls", "."], 2, "CheckpointError: no checkpoint in ."),
     "doctor": (["--only", "space"], 0, "space"),
+    "report": (["."], 2, "has no config.yaml, metrics.jsonl or report.json of a run"),
     "launch": (["k8s", "run.yaml"], 0, "zero3d"),
     "models": (["llam"], 2, "Did you mean 'llama'?"),
     "completion": (["bash"], 0, "_zero3d_words"),

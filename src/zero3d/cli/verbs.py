@@ -82,6 +82,14 @@ VERBS = {
             "zero3d doctor --run runs/llama": "why a run ended",
         },
     ),
+    "report": Verb(
+        "Show what a run was, how far it came and how it ended: settings, losses, memory, traffic, versions.",
+        {
+            "zero3d report zero3d-demo": "the demo, of zero3d train",
+            "zero3d report runs/llama": "a run: finished, dead or under way",
+            "zero3d report runs/llama --json": "the same as data",
+        },
+    ),
     "launch": Verb(
         "Print what starts a run on a cluster: a Slurm script, a Kubernetes manifest or torchrun commands.",
         {

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from zero3d.spec.sizes import decimal
+
+HEADS = ("axis", "operation", "calls", "elements", "sent")
+
 
 class Entry(NamedTuple):
     """Traffic of one operation on one unit: what this rank sends, which is what it receives."""
@@ -54,6 +58,25 @@ class Ledger:
             yield
         finally:
             self._rows = before
+
+    def totals(self) -> list[Entry]:
+        """Return the traffic of all units together, by axis and operation."""
+        sums: dict[tuple[str, str], list[int]] = {}
+        for op, axis, _, *figures in self:
+            sums[axis, op] = [a + b for a, b in zip(sums.get((axis, op), (0, 0, 0)), figures, strict=True)]
+        return [Entry(op, axis, "all", *figures) for (axis, op), figures in sorted(sums.items())]
+
+    def __repr__(self) -> str:
+        """Return a table of what was sent by axis and operation."""
+        rows = [(e.axis, e.op, f"{e.calls:,}", f"{e.elements:,}", decimal(e.bytes)) for e in self.totals()]
+        if not rows:
+            return "nothing was sent"
+        widths = [max(map(len, column)) for column in zip(HEADS, *rows, strict=True)]
+        cells = (
+            (f"{cell:{side}{width}}" for cell, side, width in zip(row, "<<>>>", widths, strict=True))
+            for row in (HEADS, *rows)
+        )
+        return "\n".join(map("  ".join, cells))
 
     def __iter__(self) -> Iterator[Entry]:
         for (op, axis, unit), (calls, elements, nbytes) in sorted(self._rows.items()):

@@ -27,7 +27,11 @@ whole_parameters.py  full_params, export, a pipeline's weight phase
 unshard.py           whole parameters until `reshard`, also with their masters' values
 state.py             what checkpoints take
 slots.py             which step in slots of a disk all ranks can go back to
-accounting.py        bytes and traffic by formula
+accounting.py        bytes by formula, beside what the arena measures
+transients.py        upper bounds of buffers that come and go, dtypes of all buffers
+traffic_formulas.py  what each axis sends, by formula
+report.py            `engine.report()`: bytes, traffic, time by part, settings, versions, as plain rows
+report_view.py       a report as tables, in a terminal and in a notebook (no torch)
 generation.py        tokens one after another
 guards.py            copies of weights that are not there are refused
 """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from zero3d.account.optimizers import OptimizerBytes
-from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
+from zero3d.account.states import NOTHING, Held, StateBytes, gradient_bytes, unit_bytes
 from zero3d.account.traffic import UnitTraffic, traffic_of
 from zero3d.activations.host_slots import HostSlots
 from zero3d.blueprint.state_spans import Span
@@ -41,6 +41,18 @@ class MemoryEntry(NamedTuple):
     peak: int
     at_peak: int
     now: int
+
+    def __str__(self) -> str:
+        """Say what is held where: "parameters on the device: planned 1.25 GB, measured 1.25 GB, ..."."""
+        planned = "" if self.planned is None else f"planned {decimal(self.planned)}, "
+        return (
+            f"{self.category} on the {self.place}: {planned}measured {decimal(self.measured)}, peak "
+            f"{decimal(self.peak)}, at the fullest instant {decimal(self.at_peak)}, now {decimal(self.now)}"
+        )
+
+    def __repr__(self) -> str:
+        """Return the same in brackets, as a prompt and a list show it."""
+        return f"MemoryEntry({self})"
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -100,6 +112,14 @@ class Accounts:
     def planned(self) -> StateBytes:
         """Model states per rank by formula, padding apart."""
         return self._on_device.states
+
+    @property
+    def at_rest(self) -> dict[str, Fraction]:
+        """Bytes of model states on this rank's device between two steps, by category and formula: without gradients."""
+        held = self._on_device
+        gradients = [gradient_bytes(unit.plan, unit.layout) for unit in self._units]
+        padding = held.padding - sum(Fraction(each.padding) for each in gradients)
+        return {**held.by_category, "gradients": Fraction(0), "padding": padding}
 
     @property
     def memory(self) -> list[MemoryEntry]:

@@ -56,6 +56,7 @@ from zero3d.models.packing import position_rows
 from zero3d.models.targets import Targets
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.pipeline.step import Callbacks
+from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import DEVICE
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.zero.initial_weights import Source
@@ -136,7 +137,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
         execution=execution,
         targets=targets,
         kept_inputs=kept,
-        offload=_chosen(runtime, why),
+        offload=_chosen(runtime, options.offload, why),
         frozen_base=frozen_base,
         originals=originals,
         changes=before.changes(),
@@ -187,11 +188,11 @@ def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOr
     return FrozenOriginals.of(model, base.precision.dtype, dp)
 
 
-def _chosen(runtime: Runtime, why: tuple[str, ...]) -> OffloadChoice:
+def _chosen(runtime: Runtime, asked: Offload, why: tuple[str, ...]) -> OffloadChoice:
     offload, tiers = runtime.options.offload, runtime.tiers
     if tiers is None:
-        return OffloadChoice(replace(offload, executor=DEVICE), why)
-    return OffloadChoice(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
+        return OffloadChoice(replace(offload, executor=DEVICE), asked, why)
+    return OffloadChoice(replace(offload, executor=tiers.executor), asked, (*why, tiers.why) if tiers.why else why)
 
 
 def _accounts(runtime: Runtime, kept: KeptInputs | None) -> Accounts:

@@ -64,9 +64,14 @@ USABLE = 0.95  # of a device's free memory: fragments, and what no formula count
 
 
 class OffloadChoice(NamedTuple):
-    """Settings of an engine in which nothing is open any more. why: the arithmetic of what was, in lines."""
+    """Settings of an engine in which nothing is open any more.
+
+    asked  the settings that were given
+    why    the arithmetic of what was open, in lines
+    """
 
     offload: Offload
+    asked: Offload
     why: tuple[str, ...] = ()
 
 

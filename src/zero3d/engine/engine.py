@@ -45,9 +45,11 @@ from zero3d.engine.options import KEYWORDS, Options, with_keywords
 from zero3d.engine.partition import share_random_state
 from zero3d.engine.parts import Parts
 from zero3d.engine.replay.replay import Replay
+from zero3d.engine.report import Report
 from zero3d.engine.step import StepFigures
 from zero3d.engine.stream_guard import Streaming
 from zero3d.engine.streaming import Sender, Sent, WeightStreams
+from zero3d.engine.traffic_formulas import TrafficFormulas
 from zero3d.engine.unshard import Unsharded
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.memory.threads import unwaited
@@ -205,6 +207,7 @@ class Engine:
         self.checkpoints = Checkpoints(parts, self._unsharded, saves)
         self._streams = WeightStreams(parts, self._unsharded)
         self._counts = Counts(parts.mesh)
+        self.traffic_formulas = TrafficFormulas(parts)
         self.last_step: StepResult | None = None
         self._last, self._opened = _flush_in_the_end(self, parts.optimizer), opened
 
@@ -724,6 +727,14 @@ class Engine:
     def traffic_units(self) -> list[UnitTraffic]:
         """The units as `traffic.step_traffic` wants them; its result equals what `traffic` gains in a step."""
         return self._parts.accounts.traffic_units
+
+    def report(self) -> Report:
+        """Return what this rank's engine holds and has sent, time by part, settings in force, and versions.
+
+        It prints as tables in a terminal and in a notebook; `as_json()` gives plain values. May be called on one rank
+        alone, at any time between steps: nothing is sent, and nothing waits for the device.
+        """
+        return Report.of(self._parts, self.traffic_formulas, self.memory, self.clocks.rows())
 
     @property
     def memory(self) -> list[MemoryEntry]:

@@ -167,6 +167,7 @@ class Tiers:
     arenas    accounts of all tiers, by name
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
+    dtypes    of masters and optimizer states in records
     why       the arithmetic of the executor, where that was open
     slab      the file whose steps are committed, if any tier has one
     threads   of this rank on the host
@@ -180,6 +181,7 @@ class Tiers:
     arenas: Mapping[str, Arena]
     executor: str
     planned: Mapping[tuple[str, str], Fraction]
+    dtypes: frozenset[torch.dtype]
     ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None
     why: str
@@ -250,6 +252,7 @@ class Builder:
             arenas=self._arenas,
             executor=self._executor,
             planned=planned_bytes(self._records),
+            dtypes=frozenset(d for each in self._records if each.kind == OPTIMIZER for d, _ in each.record.fields),
             ring_of_weights=is_buffered(self._offload.params),
             staging=self._staging(slab),
             why=self._why,

@@ -30,6 +30,8 @@ small_runs         steps of small models, by which a machine is calibrated
 exported_folder    the exported folder: written, put in place, loaded again
 sample             a text that the trained model goes on with
 curve              losses as text and as a PNG
+tables             memory and traffic of a run as tables (no torch)
+session_report     report.json: what only the process of a run knows, for zero3d report
 report             a finished run as tables and as JSON
 variants           the runs of a comparison
 comparison         their figures beside those of the first

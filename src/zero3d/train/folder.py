@@ -7,6 +7,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json
+  report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
   profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster (plan_check.py)
   tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
@@ -42,6 +43,7 @@ from zero3d.train.lock import LOCK, FolderLock
 from zero3d.watchdog.own_files import write_whole
 
 UNREAD, APPENDED = "metrics-unread.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+REPORT = "report.json"
 WRITTEN = (
     "config.yaml",
     "metrics.jsonl",
@@ -50,6 +52,7 @@ WRITTEN = (
     "loss.png",
     "trace-rank-0.json",
     "profile.json",
+    REPORT,
     *("tensorboard", "wandb", "swanlab", "mlflow"),
     ".run",
     UNREAD,
@@ -120,6 +123,10 @@ class Folder:
     @property
     def curve(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def report(self) -> Path:
+        return self.root / REPORT
 
     @property
     def lost_slots(self) -> Path:
@@ -334,7 +341,7 @@ class Folder:
             raise CheckpointError(
                 f"{self.metrics} cannot be read ({error}): move it away, then go on with --resume auto."
             ) from error
-        records = [_parse(line.decode(errors="replace")) for line in lines]
+        records = [parse_record(line.decode(errors="replace")) for line in lines]
         odd = [line for line, record in zip(lines, records, strict=True) if record is None and line.strip()]
         kept = [record for record in records if record is not None and record["step"] <= step]
         try:
@@ -359,7 +366,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER.")
 
 
-def _parse(line: str) -> dict[str, float] | None:
+def parse_record(line: str) -> dict[str, float] | None:
     """Return the record of a line, or None where a crash cut it off, or no run has written it."""
     try:
         record = parse_object(line)

@@ -26,7 +26,7 @@ from zero3d.data.sequences import Samples
 from zero3d.engine.engine import Engine
 from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
-from zero3d.memory.arena import device_values
+from zero3d.memory.arena import device_values, nothing
 from zero3d.models.packing import as_row
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import Callbacks
@@ -61,6 +61,7 @@ class Loop:
     validation  sequences held out, or None
     flops       useful operations per token, of the whole model
     tokens      that this rank trained on in this session
+    after_save  is called when a checkpoint was saved, or its save behind training has begun
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Loop:
         if not config.train.compile:  # a compiled block would be cut where it counts
             engine.expert_load.watch()
         self.plan_check: PlanCheck | None = None
+        self.after_save: Callable[[], None] = nothing
         self._callbacks = Callbacks(config.callbacks or (), engine)
         self.evaluations = Evaluations(config, engine, validation, stream.portions.micro_batch, self.on_device)
         self.criterion = Criterion.of(config.evaluate)
@@ -394,6 +396,7 @@ class Loop:
             self._check_weights()
             self.saving.save(asdict(replace(self.state, best=best)), best, must)
         self.state = replace(self.state, best=self.saving.best)
+        self.after_save()
 
     def _finish_save(self, ends: bool = False) -> None:
         """Take note of what came of a save behind training, for which this waits. Raises CheckpointError."""

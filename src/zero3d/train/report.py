@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from zero3d.config import Config, to_dict
+from zero3d.engine.report_view import steps_in_words
 from zero3d.expert_parallel.traffic import Busiest
 from zero3d.spec.tiers import DEVICE
 from zero3d.stores.cache import shown as shown_path
+from zero3d.train import tables
 from zero3d.train.curve import as_png, as_text, smooth
-from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses
 from zero3d.train.progress import held
 from zero3d.train.run import Result
 from zero3d.train.step_times import of_history, where_it_went
 
-BUFFERS = {
-    "gathered": "gathered weights",
-    "bucket": "gradient buckets",
-    "wire": "communication buffers",
-    "received": "received activations",
-}
 CURVE = 10  # steps from which a curve is drawn
-STAGING = {"wire": "staging buffers"}  # off the device
 
 
 def show(result: Result, console: Console) -> None:
@@ -57,7 +50,7 @@ def show_session(result: Result, console: Console) -> None:
     console.print(memory_table(result))
     console.print()
     if any(row.place != DEVICE for row in result.memory):
-        console.print(tiers_table(result))
+        console.print(tables.tiers_table(result.memory))
         console.print()
     console.print(traffic_table(result))
     console.print()
@@ -66,70 +59,13 @@ def show_session(result: Result, console: Console) -> None:
 def memory_table(result: Result) -> Table:
     """Return bytes on the device of rank 0 by consumer."""
     config = result.config
-    title = f"memory of rank 0 of {result.ranks}, stage {config.zero.stage}, {config.precision}, in bytes"
-    table = _table(title, ("consumer", "dtype"), ("measured",))
-    for row in result.memory:
-        if row.place == DEVICE:
-            table.add_row(shown(row.consumer, row.place), row.dtype, *_figures(row))
-    table.caption = (
-        "buffers and gathered weights: their peak, each at its own instant; states and buffers together: "
-        f"{result.peak_held:,} at the fullest. activations: kept by one forward pass."
-    )
-    return table
-
-
-def tiers_table(result: Result) -> Table:
-    """Return bytes of rank 0 on the host and on a disk, by consumer."""
-    table = _table("memory of rank 0 off the device, in bytes", ("place", "consumer", "dtype"), ("measured",))
-    for row in result.memory:
-        if row.place != DEVICE:
-            table.add_row(row.place, shown(row.consumer, row.place), row.dtype, *_figures(row))
-    table.caption = "disk: two slots for everything that changes in a step."
-    return table
-
-
-def shown(consumer: str, place: str) -> str:
-    """Return what a table calls a consumer of memory: kinds of temporary buffers by the field's names."""
-    kind = consumer.removeprefix("temporary: ")
-    if kind == consumer:
-        return consumer
-    return (BUFFERS if place == DEVICE else STAGING).get(kind, kind)
-
-
-def _figures(row: MemoryRow) -> tuple[str, Text, str]:
-    formula = "" if row.formula is None else f"{row.formula:,}"
-    return f"{row.measured:,}", _verdict(row.agrees, row.at_most), formula
+    settings = f"stage {config.zero.stage}, {config.precision}"
+    return tables.memory_table(result.memory, result.ranks, settings, result.peak_held)
 
 
 def traffic_table(result: Result) -> Table:
     """Return what rank 0 sent in the whole session, by operation."""
-    title = f"traffic of rank 0 of {result.ranks} in {steps_of(result)}"
-    table = _table(title, ("operation",), ("calls", "elements", "bytes"))
-    for row in result.traffic:
-        figures = (f"{figure:,}" for figure in row.measured)
-        table.add_row(row.op, *figures, _verdict(row.equal, at_most=False), f"{row.formula.bytes:,}")
-    table.caption = "equal: calls, elements and bytes of every unit." if result.traffic else "one rank sends nothing."
-    return table
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """Make a table: columns of text, which are wrapped where it is narrow, of figures, the verdict, the formula's."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold")
-    for name in left:
-        table.add_column(name)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("formula", justify="right", no_wrap=True)
-    return table
-
-
-def _verdict(agrees: bool | None, at_most: bool) -> Text:
-    if agrees is None:
-        return Text("")
-    if agrees:
-        return Text("at most" if at_most else "equal", style="green")
-    return Text("ABOVE" if at_most else "UNEQUAL", style="bold red")
+    return tables.traffic_table(result.traffic, result.ranks, steps_of(result))
 
 
 OF_WEIGHTS = "of the exact weights; this run computes with rounded ones (zero.gather_wire)"
@@ -169,8 +105,7 @@ def summary(result: Result) -> Iterator[str]:
 
 def steps_of(result: Result) -> str:
     """Count this session's steps in words."""
-    count = len(result.steps)
-    return f"{count:,} step{'' if count == 1 else 's'}"
+    return steps_in_words(len(result.steps))
 
 
 def _difference(config: Config) -> str:
@@ -226,11 +161,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "peak_held": result.peak_held,
         "peak_reserved": result.peak_reserved,
         "peak_host": result.peak_host,
-        "memory": [row._asdict() for row in result.memory],
-        "traffic": [
-            {"op": row.op, "formula": row.formula._asdict(), "measured": row.measured._asdict(), "equal": row.equal}
-            for row in result.traffic
-        ],
+        "memory": [row.as_json() for row in result.memory],
+        "traffic": [row.as_json() for row in result.traffic],
         "config": to_dict(config),
         "paths": {
             "folder": str(folder.root.resolve()),

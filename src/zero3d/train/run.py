@@ -33,7 +33,6 @@ from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.losses import choose_loss
 from zero3d.setup.text_part import naming_text_part
 from zero3d.spec.bits import GIVEN
-from zero3d.spec.tiers import DEVICE
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
@@ -45,7 +44,7 @@ from zero3d.train.folder import Folder, first_free, numbered
 from zero3d.train.lock import FolderLock
 from zero3d.train.loop import Loop
 from zero3d.train.loop_state import LoopState
-from zero3d.train.measure import Activations, MemoryRow, memory_rows
+from zero3d.train.measure import Activations
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.offload import as_measured, choice_of, choose, described, drop_leftovers, may_use_folder
 from zero3d.train.own_values import open_function
@@ -55,8 +54,9 @@ from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.resume_settings import batches_of, describe, settings_of, with_groups, with_saved
 from zero3d.train.sample import sample
+from zero3d.train.session_report import SessionReport
 from zero3d.train.start import Start, check_start
-from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
+from zero3d.train.tables import MemoryRow, TrafficRow
 from zero3d.train.weights import choose_weights
 
 
@@ -204,13 +204,15 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     any_left = loop.state.step < steps and loop.why_over is None
     if not any_left and loop.why_over is None:
         progress.say(f"all {steps:,} steps are done: there is nothing left to train")
-    with Metrics(folder, config, engine.world.rank, loop.state.step + 1, any_left, progress.say) as metrics:
-        loop.run(steps, metrics, progress)
-    loop.stream.close()
-    if loop.why_over is not None:
-        progress.say(f"ended early, after step {loop.state.step} of {steps}: {loop.why_over}")
-    with inputs.mesh.heartbeat.phase("finish"):
-        return _finish(config, inputs, loop, [*earlier, *loop.history], activations, layers, progress)
+    session = SessionReport(loop, activations, inputs.batch.accumulate, steps)
+    with session.written():
+        with Metrics(folder, config, engine.world.rank, loop.state.step + 1, any_left, progress.say) as metrics:
+            loop.run(steps, metrics, progress)
+        loop.stream.close()
+        if loop.why_over is not None:
+            progress.say(f"ended early, after step {loop.state.step} of {steps}: {loop.why_over}")
+        with inputs.mesh.heartbeat.phase("finish"):
+            return _finish(config, inputs, loop, [*earlier, *loop.history], session, layers, progress)
 
 
 def _finish(
@@ -218,18 +220,13 @@ def _finish(
     inputs: Inputs,
     loop: Loop,
     history: Sequence[Record],
-    activations: Activations,
+    session: SessionReport,
     layers: int,
     progress: Progress,
 ) -> Result:
     """Measure, export, sample and verify after the last step. All ranks take part; rank 0 verifies."""
     engine, folder, tokenizer = loop.engine, loop.folder, inputs.data.tokenizer
-    micro_batches = inputs.batch.accumulate
-    applied = sum(record["applied"] for record in loop.history)
-    entries = engine.memory
-    memory = memory_rows(engine, entries, activations.bytes, micro_batches)
-    counts = SessionCounts(applied, len(loop.history) - applied, micro_batches, loop.tokens)
-    traffic = traffic_rows(engine, loop.traffic, counts) if loop.history else []
+    session.measure()
     peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if engine.policy.exact else ""
     expert_load = engine.expert_load.over_dp()
@@ -262,10 +259,10 @@ def _finish(
         history=history,
         session=len(loop.history),
         seconds=sum(record["seconds"] for record in loop.history),
-        memory=memory,
-        traffic=traffic,
+        memory=session.memory,
+        traffic=session.traffic,
         peak_memory=peak,
-        peak_held=sum(entry.at_peak for entry in entries if entry.place == DEVICE),
+        peak_held=session.peak_held,
         peak_reserved=reserved,
         peak_host=host_peak(engine),
         held_out_loss=losses(history, HELD_OUT)[-1] if history else math.nan,

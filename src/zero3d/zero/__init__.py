@@ -15,5 +15,6 @@ accumulation, optimizer_states     when a step is due; a torch optimizer over pi
 optimizer                          the step: norm, clip, update, refresh
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
 model_group                        what the ranks that share one copy of the model agree on in a step
+step_parts, clocks                 the parts of a step that take time, by name; seconds of each
 exact                              the same bits at any number of data-parallel ranks
 """

@@ -80,6 +80,19 @@ class StepResult(NamedTuple):
     lr: Tensor
     reason: str
 
+    def __str__(self) -> str:
+        """Say what the step did: "step applied, gradient norm 1.23, lr 0.0003". Waits for the device."""
+        if self.reason == NOT_DUE:
+            return f"no step: {NOT_DUE}"
+        told = self.as_dict()
+        done = "step applied" if told["applied"] else f"step skipped ({self.reason})"
+        scale = "" if told["loss_scale"] == 1.0 else f", loss scale {told['loss_scale']:g}"
+        return f"{done}, gradient norm {told['grad_norm']:.3g}, lr {told['lr']:.3g}{scale}"
+
+    def __repr__(self) -> str:
+        """Return the same in brackets, as a prompt and a list show it."""
+        return f"StepResult({self})"
+
     def as_dict(self) -> dict[str, bool | float | str]:
         """Return all of it as plain values, for logs; waits once for the device."""
         tensors = (self.applied, self.grad_norm, self.loss_scale, self.lr)

@@ -1,0 +1,53 @@
+"""report.json of a run that ends before its last step, and of one that goes on from there."""
+
+import json
+from pathlib import Path
+
+import pytest
+from training import save_model, save_rows, train, tree
+
+from zero3d.train.loop import Loop
+
+
+@pytest.fixture
+def made(tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    return tree(tmp_path, checkpoint={"every": 2, "export": False})
+
+
+def report_of(made):
+    return json.loads((Path(made["output"]) / "report.json").read_text())
+
+
+def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, monkeypatch):
+    step, seen = Loop.step, []
+
+    def dying(loop, request):
+        if loop.state.step in (0, 3):
+            seen.append(report_of(made))
+        if loop.state.step == 3:
+            raise RuntimeError("gone")
+        return step(loop, request)
+
+    monkeypatch.setattr(Loop, "step", dying)
+    with pytest.raises(RuntimeError, match="gone"):
+        train(made)
+    begun, saved = seen
+    assert (begun["step"], begun["ended"], begun["traffic"]) == (0, None, [])
+    assert (saved["step"], saved["session_steps"], saved["ended"]) == (2, 2, None)
+    assert {row["agrees"] for row in saved["memory"]} <= {True, None}
+    left = report_of(made)
+    assert (left["ended"]["how"], left["ended"]["why"]) == ("failed", "RuntimeError: gone")
+    assert {name: left[name] for name in left if name != "ended"} == {
+        name: saved[name] for name in saved if name != "ended"
+    }
+
+
+def test_a_run_that_is_stopped_says_where_and_one_that_goes_on_is_a_session_of_its_own(made):
+    said = train(made, stop_in=3)
+    left = report_of(made)
+    assert (left["step"], left["ended"]["how"], left["ended"]["why"]) == (3, "stopped", said)
+    train(made, resume="auto")
+    left = report_of(made)
+    assert (left["step"], left["session_steps"], left["ended"]["how"]) == (5, 2, "finished")
