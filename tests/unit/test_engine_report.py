@@ -111,7 +111,7 @@ def test_times_have_the_least_the_mean_and_the_largest_over_ranks(report):
 
 
 def test_a_notebook_has_tables_whose_text_is_escaped(report):
-    assert report._repr_html_().count("<table>") == 3
+    assert report._repr_html_().count("<table>") == 4
     tree = report.as_json() | {"notes": ["<script>alert(1)</script>"]}
     assert "<script>" not in as_html(tree)
     assert "&lt;script&gt;" in as_html(tree)
