@@ -102,9 +102,13 @@ def _sent(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def times(tree: Mapping[str, Any]) -> Table:
     """Return the seconds of a step by part."""
-    names = ("seconds", "least", "mean", "largest")
-    figures = [Column(f"{head}, s", is_figure=True) for head in ("this rank", "least", "mean", "largest")]
-    rows = [[word(row.get("part")), *(seconds(row.get(name)) for name in names)] for row in rows_of(tree, "times")]
+    heads, known = (
+        {"seconds": "this rank", "least": "least", "mean": "mean", "largest": "largest"},
+        rows_of(tree, "times"),
+    )
+    names = [name for name in heads if any(row.get(name) is not None for row in known)]
+    figures = [Column(f"{heads[name]}, s", is_figure=True) for name in names]
+    rows = [[word(row.get("part")), *(seconds(row.get(name)) for name in names)] for row in known]
     return Table("time of a step by part", [Column("part"), *figures], rows, "least, mean, largest: over ranks.")
 
 
