@@ -40,6 +40,7 @@ from ranks import Start, command_line, run_ranks
 from rich.console import Console
 
 from zero3d import Engine
+from zero3d.advice.planner import RunPlanner
 from zero3d.config import load
 from zero3d.train.progress import Progress
 from zero3d.train.run import Start as Begin, run
@@ -128,7 +129,7 @@ def train(folder: Path, stage: int, steps: int) -> None:
     demo = Path(str(files("zero3d.train") / "demo.yaml"))
     words = [f"output={folder}", f"train.steps={steps}", f"zero.stage={stage}", "checkpoint.export=false"]
     with (folder.parent / f"output-{dist.get_rank()}").open("a") as log:
-        run(load(demo, [*words, "evaluate.prompt=null"]), Begin(), Progress(Console(file=log)))
+        run(load(demo, [*words, "evaluate.prompt=null"]), Begin(planner=RunPlanner()), Progress(Console(file=log)))
 
 
 @contextmanager

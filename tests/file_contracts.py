@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contracts import WHOLE_MLP
-from training import save_rows, traced_once, tree
+from training import save_rows, start, traced_once, tree
 
 STEPS, SAVED = 5, 2  # of the run, and those behind its first checkpoint
 SEEN = ("step", "loss", "grad_norm", "lr")
@@ -206,7 +206,7 @@ def run(made, resume=None, settings="given"):
 
     from zero3d.config import load
     from zero3d.train.progress import Progress
-    from zero3d.train.run import Start, run as train
+    from zero3d.train.run import run as train
 
     lines = []
 
@@ -215,8 +215,7 @@ def run(made, resume=None, settings="given"):
             lines.append(text)
 
     with traced_once():
-        start = Start("test", resume, settings=settings)
-        result = train(load(made), start, Noted(Console(quiet=True)))
+        result = train(load(made), start("test", resume, settings=settings), Noted(Console(quiet=True)))
     told = [line for line in lines if line.startswith(("bitwise", "not bitwise"))]
     return [{name: record[name] for name in SEEN} for record in result.history], (told or [""])[0]
 

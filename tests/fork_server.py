@@ -24,6 +24,7 @@ from multiprocessing.connection import Listener
 IMPORTS = (
     "pytest",
     "torch._dynamo",  # with the first optimizer that is made
+    "zero3d.advice.plan_check",
     "zero3d.cli.main",
     "zero3d.engine.engine",
     "zero3d.pipeline.runner",

@@ -65,6 +65,14 @@ def tree(folder, output="out", saved="model", **sections):
 TRACED = {}  # what plans are made of, by all that it depends on
 
 
+def start(*given, planned=True, **options):
+    """How a run begins, with the planner that `zero3d train` gives it or with none."""
+    from zero3d.advice.planner import RunPlanner
+    from zero3d.train.start import Start
+
+    return Start(*given, **options, **({"planner": RunPlanner()} if planned else {}))
+
+
 def traced_once():
     """Let runs of this process trace a model once, inside: tracing takes half the time of a short run."""
     from zero3d.sim.model_spec import trace
@@ -83,16 +91,16 @@ def traced_once():
             TRACED[key] = trace(model, length, name, packed)
         return replace(TRACED[key], name=name)
 
-    return mock.patch("zero3d.train.plan_check.trace", known)
+    return mock.patch("zero3d.advice.planned_run.trace", known)
 
 
-def train(made, resume=None, stop_in=None, overwrite=False):
+def train(made, resume=None, stop_in=None, overwrite=False, planned=True):
     """One rank's part of a whole run; its records. `stop_in`: the step in which this rank gets a SIGTERM."""
     from rich.console import Console
 
     from zero3d.config import load
     from zero3d.train.progress import Progress
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
     from zero3d.train.stop import Stopped
 
     class Interrupted(Progress):
@@ -104,7 +112,9 @@ def train(made, resume=None, stop_in=None, overwrite=False):
 
     try:
         with traced_once():
-            result = run(load(made), Start("test", resume, overwrite), Interrupted(Console(quiet=True)))
+            result = run(
+                load(made), start("test", resume, overwrite, planned=planned), Interrupted(Console(quiet=True))
+            )
     except Stopped as stop:
         return str(stop)
     return [dict(record) for record in result.history]
@@ -118,7 +128,7 @@ def told(made, **patched):
 
     from zero3d.config import load
     from zero3d.train.progress import Progress
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
 
     lines = []
 
@@ -130,7 +140,7 @@ def told(made, **patched):
         stack.enter_context(traced_once())
         for name, value in patched.items():
             stack.enter_context(mock.patch(name.replace("__", "."), value))
-        result = run(load(made), Start("test"), Noted(Console(quiet=True)))
+        result = run(load(made), start("test"), Noted(Console(quiet=True)))
     return [record["loss"] for record in result.history], lines
 
 
@@ -141,14 +151,15 @@ def run_in(folder, words, resume=None):
     from zero3d.config import load
     from zero3d.train.progress import Progress
     from zero3d.train.report import as_json
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
 
     file, *overrides = words
     path = list(sys.path)
     try:
         with chdir(folder), traced_once():
-            start = Start(Path(file).stem, resume)
-            return as_json(run(load(Path(file), overrides), start, Progress(Console(quiet=True))))
+            return as_json(
+                run(load(Path(file), overrides), start(Path(file).stem, resume), Progress(Console(quiet=True)))
+            )
     finally:
         sys.path[:] = path  # a module of one's own is looked for in the current folder
 

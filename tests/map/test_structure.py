@@ -39,7 +39,7 @@ LAYERS = {
         "offload",
     ),
     "engine": ("engine", "setup"),
-    "tools": ("plan", "sim", "train", "page", "doctor", "integrations", "cli"),
+    "tools": ("plan", "sim", "train", "page", "advice", "doctor", "integrations", "cli"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 
@@ -78,7 +78,7 @@ TORCH_FREE = (
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.copies", "checkpoint.files", "stores",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
     "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
-    "models.foreign_code", "models.places", "cli.kept_specs", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_text",
+    "models.foreign_code", "models.places", "cli.kept_specs", "plan", "page", "doctor", "watchdog", "integrations", "advice.planner", "cli.ckpt", "cli.ckpt_text",
     "cli.report", "cli.run_folder", "engine.report_view", "train.tables", "train.curve",
 )  # fmt: skip
 WITH_TORCH = {
@@ -135,8 +135,7 @@ BESIDE_THE_ENGINE = (
     "train.post_mortem",
 )
 IMPORTED_ALL_THE_SAME = {  # (what, who imports it): why
-    ("page.text", "train"): "sizes and columns of plain text, which a run's reports have as those of other verbs do",
-    ("train.post_mortem", "train.run"): "a run has it around itself: what it needs when memory is out is there before",
+    ("train.post_mortem", "train.run"): "a run has it around itself: what it needs when memory is out is there before"
 }
 
 

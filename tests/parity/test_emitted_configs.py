@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from models import hf
+from training import start
 
 from zero3d.cli.main import main
 from zero3d.plan.emit import train_config
@@ -39,11 +40,11 @@ def two_steps(file, folder):
 
     from zero3d.config import load
     from zero3d.train.progress import Progress
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
 
     said = {"train.steps": 2, "data.train": f"{folder}/text", "data.cache": f"{folder}/cache"}
     said |= {"output": f"{file}-out", "checkpoint.export": "false"}
-    result = run(load(file, [f"{key}={value}" for key, value in said.items()]), Start(), Progress(Console(quiet=True)))
+    result = run(load(file, [f"{key}={value}" for key, value in said.items()]), start(), Progress(Console(quiet=True)))
     return [record["loss"] for record in result.history]
 
 

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 from test_replay import break_down
-from training import metrics, save_model, save_rows, train, tree
+from training import metrics, save_model, save_rows, start, train, tree
 
 from zero3d.errors import ConfigError, CorruptionError
 
@@ -74,10 +74,10 @@ def printed(made):
 
     from zero3d.config import load
     from zero3d.train.progress import Progress
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
 
     out = io.StringIO()
-    run(load(made), Start("test"), Progress(Console(file=out, width=200)))
+    run(load(made), start("test"), Progress(Console(file=out, width=200)))
     return out.getvalue().splitlines()
 
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy
 import pytest
-from training import contents, field, metrics, refused, save_model, save_rows, train, tree
+from training import contents, field, metrics, refused, save_model, save_rows, start, train, tree
 
 EXPORT = {"export": True}
 
@@ -247,10 +247,10 @@ def sampled(made):
 
     from zero3d.config import load
     from zero3d.train.progress import Progress
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
 
     out = StringIO()
-    return run(load(made), Start("test"), Progress(Console(file=out, width=500))).sample, out.getvalue()
+    return run(load(made), start("test"), Progress(Console(file=out, width=500))).sample, out.getvalue()
 
 
 def plain_module():

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from corpora import save_tokenizer
 from safetensors.torch import load_file
-from training import field, metrics, save_model, save_rows, train, tree
+from training import field, metrics, save_model, save_rows, start, train, tree
 
 
 @pytest.fixture
@@ -179,9 +179,9 @@ def results(made):
     from zero3d.config import load
     from zero3d.train.progress import Progress
     from zero3d.train.report import as_json, summary
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
 
-    result = run(load(made), Start("test"), Progress(Console(quiet=True)))
+    result = run(load(made), start("test"), Progress(Console(quiet=True)))
     return as_json(result) | {"lines": list(summary(result))}
 
 

@@ -11,7 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from models import batch, bits, loss_of, net
-from training import save_model, save_rows, tree
+from training import save_model, save_rows, start, tree
 
 from zero3d.memory.arena import Arena
 
@@ -242,7 +242,7 @@ def waits_of_a_run(folder):
 
     from zero3d.config import load
     from zero3d.train.progress import Progress
-    from zero3d.train.run import Start, run
+    from zero3d.train.run import run
 
     accelerator.register()
     steps = []
@@ -256,7 +256,7 @@ def waits_of_a_run(folder):
                     steps.append([f"{what} {line}" for what, line in traffic.waits.elements()])
 
         settings = {"train": {"steps": 4, "batch": 2, "accumulate": 2}, "checkpoint": {"every": 0, "export": False}}
-        run(load(tree(folder, **settings)), Start("test", None, False), Counted(Console(quiet=True)))
+        run(load(tree(folder, **settings)), start("test", None, False), Counted(Console(quiet=True)))
     return steps[2]
 
 

@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy
 import pytest
@@ -45,8 +44,7 @@ def killed_at(made, moments=None):
 
     zero3d.Engine.train_batch = counted
     try:
-        with mock.patch("zero3d.train.run.plan_run", return_value=None):
-            train(made, "auto")
+        train(made, "auto", planned=False)
     finally:
         zero3d.Engine.train_batch = original
         sys.setprofile(None)

@@ -6,17 +6,22 @@ import pytest
 import torch
 
 from zero3d.errors import CheckpointError, MemoryExhaustedError, OutOfBudget, Zero3dError
-from zero3d.plan.relief import Relief
-from zero3d.plan.spec import ParallelPlan
 from zero3d.train.callstack import doing, frames_of
-from zero3d.train.memory_report import Advice, Live, LiveTensor, MemoryReport, RankProcess, Shortage, as_json, as_text
+from zero3d.train.memory_report import (
+    Advice,
+    Live,
+    LiveTensor,
+    MemoryReport,
+    RankProcess,
+    Remedy,
+    Shortage,
+    as_json,
+    as_text,
+)
 from zero3d.train.post_mortem import find_exhaustion
 
 GB = 10**9
-RELIEFS = (
-    Relief(("activations=selective",), ParallelPlan(activations="selective"), 3e9, 0.031, True),
-    Relief(("zero.stage=3",), ParallelPlan(), 4e8, -0.004, False),
-)
+RELIEFS = (Remedy(("activations=selective",), 3e9, 0.031, True), Remedy(("zero.stage=3",), 4e8, -0.004, False))
 REPORT = MemoryReport(
     rank=1, ranks=4, host="box", time="2026-01-01T00:00:00+0000", step=3,
     doing="backward of model.layers.2.mlp (modeling_llama.py:180)",

@@ -8,12 +8,12 @@ import pytest
 from zero3d.cli.main import main
 from zero3d.cli.plan_options import margin_of
 from zero3d.errors import ConfigError
-from zero3d.page.text import binary
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.margin import MARGIN, Range, ends, usable
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
+from zero3d.spec.text import binary
 
 MODEL = gpt(8, 1024, 16, 50304, 2048)
 PLACE = cluster("rtx-3090", 1, 1)

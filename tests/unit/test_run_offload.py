@@ -10,6 +10,7 @@ from models import adamw, build
 
 import zero3d
 from zero3d.account.transients import passing_bytes
+from zero3d.advice.planned_run import PlannedRun
 from zero3d.blueprint.auto import Room, auto_place
 from zero3d.checkpoint.fields import Field
 from zero3d.config import load
@@ -25,7 +26,6 @@ from zero3d.spec.offload import Offload
 from zero3d.train import offload
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import LoopState, check_choice
-from zero3d.train.plan_check import PlannedRun
 
 GB = 10**9
 PARTS = {"parameters": 20 * GB, "gradients": 10 * GB, "optimizer": 60 * GB, "activations": 6 * GB}
@@ -77,7 +77,7 @@ def test_buffers_on_the_device_are_counted_where_it_updates(monkeypatch):
     ([], 12), (["precision=fp32"], 8), (["precision=fp64"], 16), (["zero.master=split"], 10), (["optimizer.name=muon"], 12),
 ])  # fmt: skip
 def test_what_passes_through_the_device_is_as_wide_as_an_engines_records(words, width):
-    need = offload.need_of(plan(), load({}, words), zero3d.Mesh())
+    need = plan().need(load({}, words), zero3d.Mesh())
     assert need.record == width * update_bucket("cpu")
     assert need.passing == passing_bytes("auto", need.record, "cpu", splits="zero.master=split" in words)
 
@@ -90,7 +90,7 @@ def test_gradients_count_beside_logits_where_a_step_has_several_micro_batches():
     for count in (1, 4):
         plan = ParallelPlan(stage=2, accumulate=count, activations="full")
         run = PlannedRun(model, cluster, plan, evaluate(model, cluster, plan))
-        need[count] = offload.need_of(run, load({}, [f"train.accumulate={count}"]), zero3d.Mesh())
+        need[count] = run.need(load({}, [f"train.accumulate={count}"]), zero3d.Mesh())
         assert need[count].fullest == "logits and loss"
         held = run.estimate.memory
         assert need[count].states + sum(need[count].others.values()) == pytest.approx(

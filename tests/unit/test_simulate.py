@@ -19,7 +19,6 @@ from zero3d.cli.progress import STOPPED
 from zero3d.cli.simulate import show_done
 from zero3d.config import load, to_dict
 from zero3d.distributed.degrees import Degrees
-from zero3d.page.text import size
 from zero3d.pipeline.actions import Action, bubble
 from zero3d.sim import rank as answering
 from zero3d.sim.memory import Log, Storage
@@ -31,6 +30,7 @@ from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
 from zero3d.sim.result import Instant, LiveTensor, Simulation, TrafficEntry, from_json, to_json
 from zero3d.sim.simulate import Interrupted, in_own_process, representatives, simulate
+from zero3d.spec.text import size
 
 TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
 

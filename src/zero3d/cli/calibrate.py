@@ -45,11 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def work(arguments: argparse.Namespace) -> None:
     """Do one rank's part."""
+    from zero3d.advice.small_runs import small_runs, timed_runs
     from zero3d.distributed.mesh import Mesh
     from zero3d.plan.calibrate import calibrate
     from zero3d.plan.corrected import farthest, fitted
     from zero3d.plan.spec_json import to_json
-    from zero3d.train.small_runs import small_runs, timed_runs
 
     path, mesh = Path(arguments.out), Mesh()
     spec = calibrate(mesh, path.resolve().parent)

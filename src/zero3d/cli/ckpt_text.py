@@ -8,7 +8,7 @@ from typing import Any
 
 from zero3d.checkpoint.fields import quote_name
 from zero3d.errors import short
-from zero3d.page.text import columns, count, size
+from zero3d.spec.text import columns, count, size
 
 ROWS = 20  # of tensors or facts; --json has all
 Data = Mapping[str, Any]

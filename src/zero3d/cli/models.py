@@ -21,7 +21,7 @@ from zero3d.config.sections import TEXT
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import FETCH, is_called
 from zero3d.models.presets import PRESETS
-from zero3d.page.text import columns, count
+from zero3d.spec.text import columns, count
 
 if TYPE_CHECKING:
     from torch import nn

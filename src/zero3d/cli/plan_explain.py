@@ -14,7 +14,6 @@ from zero3d.cli.train import config_source
 from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page import plan_text
-from zero3d.page.text import binary, columns
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
@@ -27,6 +26,7 @@ from zero3d.plan.weights import weights_note, with_weights
 from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import planned
+from zero3d.spec.text import binary, columns
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
 OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead

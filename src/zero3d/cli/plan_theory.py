@@ -11,8 +11,8 @@ from typing import Any
 
 from zero3d.account.states import StateBytes
 from zero3d.errors import ConfigError, short
-from zero3d.page.text import SUFFIXES, columns, count, size, trim
 from zero3d.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, at_stage_3, breakdown
+from zero3d.spec.text import SUFFIXES, columns, count, size, trim
 
 MOST_PARAMS, MOST_DIGITS = 10**18, 9  # more is a typing error
 FORMULAS = (  # the paper's, and this engine's in bf16

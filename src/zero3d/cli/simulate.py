@@ -17,7 +17,7 @@ from zero3d.cli.worker import quiet_environment
 from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
-from zero3d.page.text import columns, count, size
+from zero3d.spec.text import columns, count, size
 
 if TYPE_CHECKING:
     from zero3d.sim.result import Instant, RankResult, Simulation

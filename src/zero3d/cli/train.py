@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
+from zero3d.advice.planner import RunPlanner
 from zero3d.cli.elastic import Job, devices_here, run_job
 from zero3d.cli.preflight import (
     check_attention,
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     if started is not None and ranks is not None:
         return join(arguments, name, config, started, ranks)
-    start = Start(name, arguments.resume, arguments.overwrite)
+    start = Start(name, arguments.resume, arguments.overwrite, planner=RunPlanner())
     check_start(config, start, alone=True)
     check_paths(config)
     check_packages(config)
@@ -259,7 +260,7 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
     settings = arguments.resume_settings or Start.settings
-    start = Start(name, arguments.resume, arguments.overwrite, report_output, end_with, settings)
+    start = Start(name, arguments.resume, arguments.overwrite, report_output, end_with, settings, RunPlanner())
     with FolderLock() as lock:
         result = run_training(config, start, Progress(console, config.log.every), lock)
         if first:

@@ -1,6 +1,5 @@
-"""Reports: figures as text, and pages as one HTML file each, without a network or a script.
+"""Reports: what `zero3d plan` says, and pages as one HTML file each, without a network or a script.
 
-text        bytes, counts and columns as text
 plan_text   what `zero3d plan` says
 markup      text that is safe in a page; tags
 frame       the page: style, light and dark, for a desk and a phone; sections, tables, legends

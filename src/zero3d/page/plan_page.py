@@ -38,11 +38,11 @@ from zero3d.page.plan_text import (
     way_rows,
 )
 from zero3d.page.svg import colour, shade
-from zero3d.page.text import GIB, binary
 from zero3d.plan.bill import Bill
 from zero3d.plan.ladder import RULE, differs
 from zero3d.plan.search import Row
 from zero3d.plan.spec import Estimate, Seconds
+from zero3d.spec.text import GIB, binary
 
 BARS = 8  # plans that are drawn in parts
 GB = 1e9

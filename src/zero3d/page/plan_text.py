@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from zero3d.distributed.degrees import AXES, FOLDS
-from zero3d.page.text import GIB, binary, columns, count, size
 from zero3d.plan.bill import Bill
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import without_effect
@@ -20,6 +19,7 @@ from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, Pa
 from zero3d.plan.what_if import Moved, WhatIf
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
+from zero3d.spec.text import GIB, binary, columns, count, size
 from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 

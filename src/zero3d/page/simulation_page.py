@@ -14,10 +14,10 @@ from zero3d.page import frame
 from zero3d.page.charts import Slot, Stretch, areas, lanes
 from zero3d.page.markup import tag
 from zero3d.page.svg import colour
-from zero3d.page.text import count, size
 from zero3d.sim.chrome import describe
 from zero3d.sim.gantt import Gantt, gantt
 from zero3d.sim.result import RankResult, Simulation, Timeline
+from zero3d.spec.text import count, size
 
 DRAWN = 16  # ranks whose memory is drawn: the fullest
 POINTS, FINEST = 2400, 480  # samples of all charts together, and of one at most

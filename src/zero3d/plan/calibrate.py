@@ -13,7 +13,7 @@
     host_memory, memory     as the system says
 
 All ranks measure at the same time, as they compute at the same time in training. Rank 0's figures are written. What a
-step takes beside is fitted on steps of small models (train/small_runs.py).
+step takes beside is fitted on steps of small models (advice/small_runs.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ declaring how a key says its default, meaning and range
 bits      why the bits of a run change with a key, or with what several keys come to
 dtypes    dtypes by name and width
 sizes     bytes as people write them
+text      bytes, counts and columns as reports print them
 """
 
 from zero3d.spec.mesh import Mesh

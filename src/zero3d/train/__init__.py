@@ -24,9 +24,8 @@ flops              operations of a step, and how many a device could do
 measure            memory measured beside the formulas
 device_memory      what a device holds and its allocator has reserved
 traffic            bytes sent beside the formulas
-plan_check         the planner's figures, checked by the third step
+planner            what a run asks of a planner, and what it hears without one
 weights            weights kept or cast in gathers, as its plan says
-small_runs         steps of small models, by which a machine is calibrated
 exported_folder    the exported folder: written, put in place, loaded again
 sample             a text that the trained model goes on with
 curve              losses as text and as a PNG

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zero3d.page.text import size
+from zero3d.spec.text import size
 from zero3d.train.comparison import CATEGORIES, PLACES, TOGETHER, Figure, Recompute, Row, square_root
 from zero3d.train.variants import Axis, Variant
 

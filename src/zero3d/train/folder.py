@@ -8,7 +8,7 @@ OUTPUT/
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
-  profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster (plan_check.py)
+  profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster
   tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them

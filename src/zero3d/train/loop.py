@@ -38,7 +38,7 @@ from zero3d.train.folder import Folder
 from zero3d.train.garbage import collected_between_steps
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
-from zero3d.train.plan_check import PlanCheck
+from zero3d.train.planner import Check
 from zero3d.train.profiler import Tracer
 from zero3d.train.progress import LINES, Progress
 from zero3d.train.resume_hints import ANEW, ResumeHints, after_corruption, none_applied, skip_limit, too_many_skips
@@ -83,7 +83,7 @@ class Loop:
         self.traffic = TrainingTraffic(engine)
         if not config.train.compile:  # a compiled block would be cut where it counts
             engine.expert_load.watch()
-        self.plan_check: PlanCheck | None = None
+        self.plan_check: Check | None = None
         self.after_save: Callable[[], None] = nothing
         self._callbacks = Callbacks(config.callbacks or (), engine)
         self.evaluations = Evaluations(config, engine, validation, stream.portions.micro_batch, self.on_device)

@@ -6,7 +6,7 @@
     live on this rank, by category and place            the arena's account, and the rest of what is allocated
     largest tensors                                     names, shapes and dtypes
     processes of this host                              of host memory alone: page cache is in no row
-    cheapest settings to change                         by `plan.relief`, with what each saves and costs
+    cheapest settings to change                         by the run's planner, with what each saves and costs
 
 The first two lines are what other ranks quote.
 """
@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from zero3d.page.text import columns, size
-from zero3d.plan.relief import Relief
+from zero3d.spec.text import columns, size
 from zero3d.spec.tiers import DEVICE
 
 VERSION = 1
@@ -75,6 +74,21 @@ class Shortage:
     falling: float | None = None
 
 
+class Remedy(NamedTuple):
+    """Settings to change, and what that does.
+
+    settings  as a command line takes them: activations=full
+    saved     bytes
+    slower    part of the step's time that it takes longer, below 0 where it is faster
+    enough    it saves what is missing
+    """
+
+    settings: tuple[str, ...]
+    saved: float
+    slower: float
+    enough: bool
+
+
 @dataclass(frozen=True)
 class Advice:
     """Settings to change, the command that takes one, or why there is no advice.
@@ -83,7 +97,7 @@ class Advice:
     planned  bytes of the plan at its peak
     """
 
-    reliefs: Sequence[Relief] = ()
+    reliefs: Sequence[Remedy] = ()
     missing: int = 0
     planned: int | None = None
     command: str = ""
@@ -185,7 +199,7 @@ def _advice(report: MemoryReport) -> Iterator[str]:
         yield f"for example: {advice.command}"
 
 
-def _row(relief: Relief) -> tuple[str, ...]:
+def _row(relief: Remedy) -> tuple[str, ...]:
     verdict = "enough" if relief.enough else "not enough alone" if len(relief.settings) < 3 else "not enough"
     return " ".join(relief.settings), f"-{_size(int(relief.saved))}", f"{100 * relief.slower:+.1f} % time", verdict
 

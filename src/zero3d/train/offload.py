@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from zero3d.account.transients import passing_bytes
-from zero3d.blueprint.auto import Need, Room, auto_place
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.config import Config, offload_of
@@ -32,16 +30,12 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.auto_offload import room_of
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
-from zero3d.memory.scratch import update_bucket
-from zero3d.page.text import size
-from zero3d.plan.decided import policy_of
-from zero3d.plan.emit import plan_of
-from zero3d.plan.tier_time import chosen_executor, executor_note, record_width
 from zero3d.spec.offload import AUTO
-from zero3d.spec.tiers import DEVICE, TIERS
+from zero3d.spec.text import size
+from zero3d.spec.tiers import DEVICE
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
-from zero3d.train.plan_check import PlannedRun
+from zero3d.train.planner import Planned
 
 NO_CHOICE: Mapping[str, Any] = {}
 
@@ -59,7 +53,7 @@ def may_use_folder(config: Config) -> bool:
 
 
 def choose(
-    config: Config, mesh: Mesh, comm: Comm, checkpoint: Path | None, plan: PlannedRun | str | None
+    config: Config, mesh: Mesh, comm: Comm, checkpoint: Path | None, plan: Planned | str | None
 ) -> tuple[Config, list[str]]:
     """Return the configuration to build the engine of, and what was chosen in lines. All ranks call it.
 
@@ -92,53 +86,16 @@ def with_choice(config: Config, choice: Mapping[str, Any]) -> Config:
 # --- chosen by the plan -------------------------------------------------------------------------
 
 
-def _by_plan(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | str | None) -> tuple[Config, list[str]]:
+def _by_plan(config: Config, mesh: Mesh, comm: Comm, plan: Planned | str | None) -> tuple[Config, list[str]]:
     """Choose on rank 0 for all ranks, by the least room of any; what it has no plan for is left to the engine."""
     room = room_of(mesh, offload_of(config))
     rows = comm.exchange(torch.tensor([room.device, -1 if room.host is None else room.host])).tolist()
     device, host = (min(column) for column in zip(*rows, strict=True))
     host = None if room.host is None else host
     least = room._replace(device=device, host=host, folder=True)  # in the output folder, if nowhere else
-    choice: dict[str, Any] = {}
-    lines: list[str] = []
-
-    def choose() -> None:
-        if isinstance(plan, PlannedRun):
-            choice.update(_place(plan, config, mesh, least, lines))
-            choice.update(_executor(plan, with_choice(config, choice), mesh, lines))
-
-    agree(comm, choose)
+    nothing: tuple[Mapping[str, Any], list[str]] = NO_CHOICE, []
+    choice, lines = agree(comm, lambda: plan.offload(config, mesh, least) if isinstance(plan, Planned) else nothing)
     return with_choice(config, _of_rank_0(comm, choice)), lines
-
-
-def _place(plan: PlannedRun, config: Config, mesh: Mesh, room: Room, lines: list[str]) -> dict[str, Any]:
-    if config.offload.optimizer != AUTO:
-        return {}
-    placed = auto_place(need_of(plan, config, mesh), room)
-    lines.append(f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}")
-    return {"optimizer": placed.optimizer, "fraction": placed.fraction}
-
-
-def _executor(plan: PlannedRun, config: Config, mesh: Mesh, lines: list[str]) -> dict[str, Any]:
-    """Choose for states in slots of a tier by the cluster's rates; on a CPU it is no question of time."""
-    section = config.offload
-    slots = TIERS[section.optimizer].slots if section.optimizer in TIERS else 1
-    if section.executor != AUTO or slots == 1 or mesh.device.type == "cpu":
-        return {}
-    chosen = chosen_executor(plan_of(config, mesh.world), plan.cluster)
-    lines.append(f"offload.executor=auto: {executor_note(chosen, plan.cluster)}")
-    return {"executor": chosen.offload.executor}
-
-
-def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
-    """Return what the fullest rank needs at its fullest instant, as it is planned with everything on the device."""
-    parts = {name: int(nbytes) for name, nbytes in plan.estimate.memory.parts.items()}
-    states, kind = parts.pop("optimizer", 0), mesh.device.type
-    settings = plan_of(config, mesh.world)
-    width = max(record_width(settings, DEVICE, matrix) for matrix in (True, False))
-    record = min(states, width * update_bucket(kind))
-    passing = passing_bytes(config.offload.executor, record, kind, policy_of(settings).splits)
-    return Need(states, record, passing, {plan.estimate.memory.instant: parts})
 
 
 def as_measured(config: Config, engine: Engine) -> Config:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import shlex
 import socket
 import threading
 import time
@@ -31,9 +30,6 @@ from zero3d.config import Config
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import MemoryExhaustedError, OutOfBudget, Zero3dError
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.relief import device_bytes, host_bytes, reliefs
-from zero3d.plan.search import Row
 from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.train.callstack import doing, frames_of
 from zero3d.train.folder import Folder
@@ -41,7 +37,7 @@ from zero3d.train.host_memory import HostWatch, LowMemory, rank_processes
 from zero3d.train.live_tensors import largest_tensors
 from zero3d.train.loop import Loop
 from zero3d.train.memory_report import Advice, Live, MemoryReport, Shortage, as_json, as_text
-from zero3d.train.plan_check import PlannedRun, plan_late
+from zero3d.train.planner import Planned
 from zero3d.train.start import Start
 from zero3d.watchdog.own_files import write_whole
 
@@ -51,8 +47,6 @@ SAID = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED") 
 ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?([KMGT]iB|bytes)")
 BINARY = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SLACK = 0.05  # part of a limit that a run should leave free
-NOTABLE = 0.01  # part of what is missing that a setting saves at least
-TILED = "train.tiled_loss=true helps, too: it keeps tiles of the logits instead of {:.1f} GB"
 
 
 class _Interruption(BaseException):
@@ -65,7 +59,7 @@ class PostMortem:
     planned  on rank 0; on another it is made when it is needed
     """
 
-    planned: PlannedRun | str | None = None
+    planned: Planned | str | None = None
     mesh: Mesh | None = None
     engine: Engine | None = None
     folder: Folder | None = None
@@ -73,6 +67,7 @@ class PostMortem:
 
     def __init__(self, config: Config, start: Start) -> None:
         self.config, self._end = config, start.end
+        self._planner = start.planner
         self._began, self._thread = time.time(), threading.get_ident()
         self._watch: HostWatch | None = None
 
@@ -152,12 +147,12 @@ class PostMortem:
         if self.mesh is None:
             return Advice(why_none="the run had not begun")
         if self.planned is None:
-            self.planned = plan_late(self.config, self.mesh)
+            self.planned = self._planner.late(self.config, self.mesh)
         if isinstance(self.planned, str):
             return Advice(why_none=self.planned)
         planned, mesh = self.planned, self.mesh
         return _unless_it_fails(
-            lambda: advise(planned, shortage, mesh.local_world or mesh.world, self.config, self.folder),
+            lambda: planned.advise(shortage, mesh.local_world or mesh.world, self.config, self.folder),
             Advice(why_none="the planner cannot estimate other settings"),
         )
 
@@ -202,26 +197,6 @@ def live(engine: Engine | None, shortage: Shortage) -> list[Live]:
         label = "activations, Python, libraries, all else" if on_cpu else "activations and all else"
         rows.append(Live(DEVICE, label, max(whole - held, 0)))
     return rows
-
-
-def advise(planned: PlannedRun, shortage: Shortage, ranks: int, config: Config, folder: Folder | None) -> Advice:
-    """Return the planner's settings for what is missing. ranks: of a host."""
-    memory, on_cpu = planned.estimate.memory, planned.cluster.gpu.name == "cpu"
-    on_device = shortage.place == DEVICE
-    bytes_of = device_bytes if on_device else host_bytes(ranks, on_cpu)
-    peak = bytes_of(memory)
-    planned_peak = memory.device if on_device else peak  # a run that died early would have taken more
-    missing = max(shortage.missing, planned_peak - (shortage.limit or planned_peak))
-    row = Row(planned.plan, planned.estimate)
-    found = reliefs(row, planned.model, planned.cluster, evaluate, missing, bytes_of)
-    found = [relief for relief in found if relief.saved >= NOTABLE * missing]
-    notes = []
-    logits = 4.0 * planned.plan.micro_batch * planned.model.length * planned.model.vocab / planned.plan.tp
-    if on_device and config.train.tiled_loss is not True and logits > 0.05 * peak:
-        notes.append(TILED.format(logits / 1e9))
-    words = ["zero3d", "train", str(folder.config), *found[0].settings] if found and folder is not None else []
-    command = shlex.join([*words, "--resume", "auto"]) if words else ""
-    return Advice(found, int(missing), int(peak), command, notes=tuple(notes))
 
 
 def _asked(text: str) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
 
-from zero3d.page.text import size
+from zero3d.spec.text import size
 
 LINES = 20  # printed over a run where there is no terminal
 FORMATS = {

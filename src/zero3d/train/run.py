@@ -48,7 +48,7 @@ from zero3d.train.measure import Activations
 from zero3d.train.metrics import Metrics, Record, losses
 from zero3d.train.offload import as_measured, choice_of, choose, described, drop_leftovers, may_use_folder
 from zero3d.train.own_values import open_function
-from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_run
+from zero3d.train.planner import Planned
 from zero3d.train.post_mortem import PostMortem
 from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
@@ -147,14 +147,14 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         checkpoint = find_checkpoint(config, start, everyone)
         config = agree(everyone, partial(with_saved, config, start.settings, checkpoint))
         config, groups = agree(everyone, partial(with_groups, config, module, checkpoint))
-        plan = plan_run(config, module, inputs.mesh, inputs.steps)
+        plan = start.planner.plan(config, module, inputs.mesh, inputs.steps)
         built, chosen = choose(config, inputs.mesh, everyone, checkpoint, plan)
         built, of_weights = choose_weights(built, inputs.mesh, everyone, plan)
         chosen += of_weights
         fresh = _first_free(start, everyone) if config.output is None and may_use_folder(built) else None
     if fresh is not None:
         config, built = with_output(config, fresh.root), with_output(built, fresh.root)
-    plan = plan_again(plan, built, inputs.mesh) if chosen else plan
+    plan = plan.again(built, inputs.mesh) if chosen and isinstance(plan, Planned) else plan
     loss = choose_loss(built, module, inputs.mesh)
     built = replace(built, train=replace(built.train, tiled_loss=loss.tiled))
     post_mortem.planned, post_mortem.config = plan, built
@@ -163,7 +163,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
             engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
         post_mortem.engine = engine
         if (measured := as_measured(built, engine)) != built:
-            plan = plan_again(plan, measured, inputs.mesh)
+            plan = plan.again(measured, inputs.mesh) if isinstance(plan, Planned) else plan
             post_mortem.planned, post_mortem.config = plan, measured
         stream = _stream(config, inputs, engine)
         from_slots = choose_slots(config, start, engine, checkpoint)
@@ -186,8 +186,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         if line is not None:
             progress.say(line)
     post_mortem.loop = loop = Loop(config, engine, stream, inputs.data.validation, folder, options, flops)
-    if inputs.steps >= CHECKED_STEP:
-        loop.plan_check = PlanCheck(config, engine, None if isinstance(plan, str) else plan)
+    loop.plan_check = start.planner.check(config, engine, plan, inputs.steps)
     if saved is not None:
         loop.resume(LoopState.of(saved), None if checkpoint is None else tidied_path(checkpoint), from_slots)
         newer = f"newer than {loop.checkpoint.name if checkpoint else 'no checkpoint'}"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero3d.config import Config
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import has_base
-from zero3d.plan.hardware import read_file
 from zero3d.setup.packages import check_stores
 from zero3d.spec.bits import GIVEN
 from zero3d.train.export_places import export_places
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.lock import check_free
+from zero3d.train.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Start:
     settings   whose settings of the update count in a run that goes on: the file's (given), the checkpoint's (saved)
     report_output  is given the output folder where the configuration names none
     end        ends this process with an error, from any thread; without it nobody watches the host's memory
+    planner    is asked what `auto` becomes, what a step should take, and what to change when memory is out
     """
 
     name: str = "run"
@@ -35,6 +36,7 @@ class Start:
     report_output: Callable[[Path], None] = lambda _: None
     end: Callable[[Zero3dError], None] | None = None
     settings: str = GIVEN
+    planner: Planner = field(default_factory=Planner)
 
 
 def check_start(config: Config, start: Start, alone: bool) -> None:
@@ -45,8 +47,7 @@ def check_start(config: Config, start: Start, alone: bool) -> None:
     check_stores(config, start.resume)
     if start.resume == AUTO and config.output is None:
         raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
-    if config.plan.cluster is not None:
-        read_file(config.plan.cluster)
+    start.planner.refuse(config)
     folder = Folder.of(config)
     if alone and config.output is not None:
         check_free(folder.root)

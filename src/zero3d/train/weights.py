@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from zero3d.config import Config
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.mesh import Mesh
-from zero3d.plan.emit import plan_of
-from zero3d.plan.weights import weights_note, with_weights
 from zero3d.spec.offload import AUTO
 from zero3d.spec.zero import KEPT
-from zero3d.train.plan_check import PlannedRun
+from zero3d.train.planner import Planned
+
+WITHOUT_PLAN = KEPT, f"zero.weights=auto: {KEPT}: this run has no plan to choose by"
 
 
-def choose_weights(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | str | None) -> tuple[Config, list[str]]:
+def choose_weights(config: Config, mesh: Mesh, comm: Comm, plan: Planned | str | None) -> tuple[Config, list[str]]:
     """Return the configuration to build the engine of, and what was chosen in lines. All ranks call it.
 
     comm  of all ranks, on the host
@@ -24,15 +23,6 @@ def choose_weights(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | st
     """
     if config.zero.weights != AUTO:
         return config, []
-    chosen, why = agree(comm, partial(_chosen, config, mesh, plan))
+    chosen, why = agree(comm, lambda: plan.weights(config, mesh) if isinstance(plan, Planned) else WITHOUT_PLAN)
     chosen = exchange_texts(comm, chosen)[0]
     return replace(config, zero=replace(config.zero, weights=chosen)), [why]
-
-
-def _chosen(config: Config, mesh: Mesh, plan: PlannedRun | str | None) -> tuple[str, str]:
-    """Return what this rank would choose, and why in a line."""
-    if not isinstance(plan, PlannedRun):
-        return KEPT, f"zero.weights=auto: {KEPT}: this run has no plan to choose by"
-    settings = plan_of(config, mesh.world)
-    chosen = with_weights(plan.model, settings, plan.cluster).zero.weights
-    return chosen, weights_note(plan.model, settings, plan.cluster)

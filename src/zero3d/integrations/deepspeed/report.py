@@ -11,7 +11,7 @@ from zero3d.config.keys import KEYS
 from zero3d.errors import short
 from zero3d.integrations.deepspeed.keys import IDLE, MAPPED, REFUSED
 from zero3d.integrations.deepspeed.merge import DEFAULT, PLANNED, THEIRS, YOURS, Merged, Row
-from zero3d.page.text import columns
+from zero3d.spec.text import columns
 
 FROM_RUN = {"total_num_steps": "train.steps", "warmup_num_steps": "schedule.warmup", "warmup_max_lr": "optimizer.lr"}
 

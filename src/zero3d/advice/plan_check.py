@@ -17,103 +17,30 @@ A run of fewer than 3 steps pays nothing for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import nn
-
+from zero3d.advice.planned_run import PlannedRun
 from zero3d.config import Config
-from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES
-from zero3d.models.trained import open_trained
-from zero3d.page.text import size
 from zero3d.plan.corrected import profile
-from zero3d.plan.emit import plan_of
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import base_of, check_card, cluster, named, read_file
 from zero3d.plan.network import CPU
-from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.sim.model_spec import trace
+from zero3d.plan.spec import ClusterSpec, Estimate
+from zero3d.spec.text import size
 from zero3d.train.device_memory import fullest, memory_bytes
 from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.watchdog.own_files import write_whole
 
-CHECKED_STEP = 3  # the step after which a run is held against its plan
+CHECKED_STEP = 3  # the step after which a run is held against its plan; a shorter run is not planned
 SPELT_OUT = MappingProxyType({"fixed": "fixed overhead", "rest": "other kernels"})  # parts whose names say little
 PROFILED_STEP = 10  # the step after which its profile is written
 PROFILE = "profile.json"
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """Holds a configuration as the planner sees it."""
-
-    model: ModelSpec
-    cluster: ClusterSpec
-    plan: ParallelPlan
-    estimate: Estimate
-
-
-def plan_run(config: Config, model: nn.Module, mesh: Mesh, steps: int) -> PlannedRun | str | None:
-    """Return the plan of a run on rank 0, or why there is none in a line; None on other ranks and for a short run."""
-    if steps < CHECKED_STEP or mesh.rank != 0:
-        return None
-
-    return _made(lambda: _planned(config, model, mesh))
-
-
-def plan_late(config: Config, mesh: Mesh) -> PlannedRun | str:
-    """Return the plan of a run on any rank, of a model built once more without weights, or why there is none."""
-    return _made(
-        lambda: _planned(config, open_trained(replace(config, model=replace(config.model, init="random"))).module, mesh)
-    )
-
-
-def _planned(config: Config, model: nn.Module, mesh: Mesh) -> PlannedRun:
-    hardware = run_cluster(config, mesh)
-    plan = plan_of(config, mesh.world)
-    spec = trace(model, config.data.length, config.model.path, bool(config.data.packing))
-    return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
-
-
-def plan_again(planned: PlannedRun | str | None, config: Config, mesh: Mesh) -> PlannedRun | str | None:
-    """Return the plan of the same model under another configuration."""
-    if not isinstance(planned, PlannedRun):
-        return planned
-    model, hardware = planned.model, planned.cluster
-    plan = plan_of(config, mesh.world)
-    return _made(lambda: PlannedRun(model, hardware, plan, evaluate(model, hardware, plan)))
-
-
-def _made(make: Callable[[], PlannedRun]) -> PlannedRun | str:
-    """Return a plan, or why there is none in a line."""
-    try:
-        return make()
-    except Exception as error:  # noqa: BLE001 (a model's own, above all: no plan of it is no reason not to train it)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"no plan to compare this run with: {reason}"
-
-
-def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
-    """Return the ranks of this run, as `plan.cluster` or the catalogue know them. Raises ConfigError."""
-    file, where = config.plan.cluster, mesh.device
-    device = CPU if where.type == "cpu" else torch.get_device_module(where).get_device_name(where)
-    here = CPU if where.type == "cpu" else named(device)
-    known = {} if file is None else read_file(file)
-    if file is not None and here is not None:
-        check_card(file, known, here, "this machine has")
-    name = base_of(known) or here
-    if name is None:
-        raise ConfigError(f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it.")
-    return cluster(name, mesh.world, mesh.world // (mesh.local_world or mesh.world), file)
 
 
 class PlanCheck:
