@@ -30,7 +30,7 @@ def trained(name: str, ranks: int, steps: int | None) -> dict[str, Any]:
         out = Path(folder) / "run"
         settings = [f"optimizer.name={name}", f"evaluate.every={EVERY}", f"output={out}"]
         settings += [] if steps is None else [f"train.steps={steps}"]
-        words = [sys.executable, "-m", "zero3d.cli.main", "train", "--json", "--ranks", str(ranks), *settings]
+        words = [sys.executable, "-m", "zero3d.tools.cli.main", "train", "--json", "--ranks", str(ranks), *settings]
         done = subprocess.run(
             words, cwd=folder, text=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 TARGET = 20.0  # seconds on a healthy machine without GPUs
-COMMAND = [sys.executable, "-P", "-m", "zero3d.cli.main", "doctor", "--json"]
+COMMAND = [sys.executable, "-P", "-m", "zero3d.tools.cli.main", "doctor", "--json"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

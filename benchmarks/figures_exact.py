@@ -17,11 +17,11 @@ from planner_accuracy import labels_text, ranking_text
 from planner_constants import JUDGING
 from recorded import load
 
-from zero3d.cli.main import main as zero3d
-from zero3d.doctor.table import PROBES
-from zero3d.plan.constants import CONSTANTS, Constant, Key
-from zero3d.plan.profiles import PROFILES
 from zero3d.spec.tiers import DEVICE
+from zero3d.tools.cli.main import main as zero3d
+from zero3d.tools.doctor.table import PROBES
+from zero3d.tools.plan.constants import CONSTANTS, Constant, Key
+from zero3d.tools.plan.profiles import PROFILES
 from zero3d.train.tables import shown
 
 MB, GB = 1e6, 1e9

@@ -10,7 +10,7 @@ from figures_measured import table
 from recorded import ROOT
 from versions import Row, matrix, recorded
 
-DOCTORS = ROOT / "src" / "zero3d" / "doctor" / "tested.json"
+DOCTORS = ROOT / "src" / "zero3d" / "tools" / "doctor" / "tested.json"
 NOT_TRIED = "not tried"
 KEPT = ("row", "date", "system", "machine", "python", "torch", "transformers", "passed", "failed", "skipped")
 

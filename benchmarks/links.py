@@ -18,8 +18,8 @@ For each: seconds of a step (the slowest rank's, median over rounds) and its rat
 the first host puts on the cable in it, beside the bytes of the ledger that cross; of zero3d also a pass of gathers of
 all units, first after an update and again, as a backward has it, and the bytes of the first that cross by formula.
 Before the rounds `zero3d calibrate` measures the links, and the planner says from these what a step of each way takes
-(plan/links.py), and which it would choose: of those that send numbers as they are (auto), and of all (narrow). Tables
-have what today's planner says of recorded links (`planned_again`).
+(tools/plan/links.py), and which it would choose: of those that send numbers as they are (auto), and of all (narrow).
+Tables have what today's planner says of recorded links (`planned_again`).
 
 Targets (`TARGETS`), at 200 Mbit/s but the last: 8-bit sums of shards at least 3 times as fast as flat; a pass again of
 second shards 10 times; what is chosen takes at most 1.03 of flat at every rate. The exit code is 0 whether they are
@@ -54,13 +54,13 @@ from torch.nn.utils import clip_grad_norm_
 from two_hosts import ADDRESSES, CABLE, two_hosts, why_not
 
 import zero3d
-from zero3d.cli.worker import leave
-from zero3d.plan.calibrate import Sizes, calibrate
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster as catalogued
-from zero3d.plan.links import fastest, ways
-from zero3d.plan.spec import ClusterSpec, Link, ModelSpec, Operations, ParallelPlan
-from zero3d.sim.model_spec import outline
+from zero3d.tools.cli.worker import leave
+from zero3d.tools.plan.calibrate import Sizes, calibrate
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster as catalogued
+from zero3d.tools.plan.links import fastest, ways
+from zero3d.tools.plan.spec import ClusterSpec, Link, ModelSpec, Operations, ParallelPlan
+from zero3d.tools.sim.model_spec import outline
 
 RATES = (100, 200, 1000, 0)  # Mbit/s
 HOSTS, LOCAL, CLIP, PORT = 2, 2, 1.0, 29611

@@ -28,7 +28,7 @@ def compared(steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="zero3d-llava-") as folder:
         subprocess.run([sys.executable, str(PREPARE), "."], cwd=folder, check=True, stdout=sys.stderr)
         words = ["adapters.yaml", *AXES, *COMMON, f"train.steps={steps}", "--json"]
-        command = [sys.executable, "-m", "zero3d.cli.main", "compare", *words]
+        command = [sys.executable, "-m", "zero3d.tools.cli.main", "compare", *words]
         done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     return [
         {"stage": run["result"]["stage"]} | {name: run["figures"][name] for name in KEPT if name in run["figures"]}

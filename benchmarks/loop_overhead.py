@@ -40,8 +40,8 @@ from ranks import Start, command_line, run_ranks
 from rich.console import Console
 
 from zero3d import Engine
-from zero3d.advice.planner import RunPlanner
 from zero3d.config import load
+from zero3d.tools.advice.planner import RunPlanner
 from zero3d.train.progress import Progress
 from zero3d.train.run import Start as Begin, run
 

@@ -42,7 +42,7 @@ def mean_loss(settings: Sequence[str], seed: int, steps: int, micro_batch: int) 
     with TemporaryDirectory(prefix="zero3d-wires-") as folder:
         out = Path(folder) / "run"
         words = [*settings, f"seed={seed}", f"train.steps={steps}", f"train.micro_batch={micro_batch}", f"output={out}"]
-        command = [sys.executable, "-m", "zero3d.cli.main", "train", "--json", "--ranks", "2", *words]
+        command = [sys.executable, "-m", "zero3d.tools.cli.main", "train", "--json", "--ranks", "2", *words]
         done = subprocess.run(
             command, cwd=folder, text=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )

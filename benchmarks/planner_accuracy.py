@@ -31,7 +31,7 @@ from planner_tables import READERS, Point, Row, Unknown, with_settings
 from planner_tables_other import OTHER
 from planner_tables_recent import RECENT
 
-from zero3d.plan.constants import Key, constant
+from zero3d.tools.plan.constants import Key, constant
 
 SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean something
 MARGIN = constant("plan", "margin")

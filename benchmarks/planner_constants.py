@@ -1,17 +1,17 @@
 """Constants that serve to judge published tables alone: what a table does not tell, chosen so that its rows fit.
 
-`zero3d plan` uses none of them. What it does use stands in zero3d.plan.constants, in the same form.
+`zero3d plan` uses none of them. What it does use stands in zero3d.tools.plan.constants, in the same form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zero3d.plan.constants import CONSTANTS, Key, Rows, Values, fitted
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.kernels import Kernels
-from zero3d.plan.profiles import Profile, profiles
-from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.tools.plan.constants import CONSTANTS, Key, Rows, Values, fitted
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.kernels import Kernels
+from zero3d.tools.plan.profiles import Profile, profiles
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 JUDGING = (
     fitted("galvatron", "gathered", 4.0, "bytes of a hidden element in the buffer of gathered inputs", 2.0,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from planner_constants import EVERY, Planner
 from planner_tables import Point
 
-from zero3d.plan.constants import Constant, Key, Rows
+from zero3d.tools.plan.constants import Constant, Key, Rows
 
 Predict = Callable[[Planner, Iterable[str]], list[Point]]  # points of these sets
 Floats = NDArray[np.float64]

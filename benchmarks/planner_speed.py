@@ -11,8 +11,8 @@
     help ...        verbs that import no torch                        0.5 s
 
 Seconds are user and system time of the process, all of it: on a busy machine they change less than the clock does.
-first: the model is traced; again: its spec is read (cli/kept_specs.py), which the targets are of. With a base, each
-command is run by that commit's package right before, and `of base` is the quotient of the two `again`.
+first: the model is traced; again: its spec is read (tools/cli/kept_specs.py), which the targets are of. With a base,
+each command is run by that commit's package right before, and `of base` is the quotient of the two `again`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def cpu_seconds(case: Case, source: Path, folder: Path) -> float:
     }
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "zero3d.cli.main", *case.words],
+        [sys.executable, "-m", "zero3d.tools.cli.main", *case.words],
         cwd=folder,
         env=environment,
         capture_output=True,

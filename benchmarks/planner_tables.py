@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from planner_constants import Planner
 
-import zero3d.plan.formulas as formulas
+import zero3d.tools.plan.formulas as formulas
 from zero3d.account.states import paper_bytes
-from zero3d.plan.hardware import cluster
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.time import Cut
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.tools.plan.time import Cut
 
 Row = dict[str, str]
 GIB, MIB = 2**30, 2**20

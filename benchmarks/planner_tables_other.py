@@ -9,9 +9,9 @@ from planner_constants import Planner
 from planner_tables import GIB, MIB, Point, Row, fastest, filled, machines, number, pipelined, whole
 
 from zero3d.account.states import paper_bytes
-from zero3d.plan.kernels import digest, part_work
-from zero3d.plan.shapes import fused, gpt, llama, of_params
-from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.tools.plan.kernels import digest, part_work
+from zero3d.tools.plan.shapes import fused, gpt, llama, of_params
+from zero3d.tools.plan.spec import ModelSpec, ParallelPlan
 
 # --- ZeRO's own runs on V100 --------------------------------------------------------------------
 

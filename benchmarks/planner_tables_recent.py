@@ -20,8 +20,8 @@ from typing import NamedTuple
 from planner_constants import Planner
 from planner_tables import Point, Row, Unknown, machines, number, whole
 
-from zero3d.plan.shapes import fused, llama
-from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
+from zero3d.tools.plan.shapes import fused, llama
+from zero3d.tools.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
 DENSE = {"Llama-3.1-8B": (32, 4096, 32, 8, 14336, 128256), "Llama-3.1-70B": (80, 8192, 64, 8, 28672, 128256),
          "Llama-3.1-405B": (126, 16384, 128, 8, 53248, 128256), "Qwen2.5-7B": (28, 3584, 28, 4, 18944, 152064),

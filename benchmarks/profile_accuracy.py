@@ -157,7 +157,7 @@ def plan(folder: Path, case: Case, profile: Path) -> float:
 def command(folder: Path, *words: str) -> str:
     """Run zero3d in a folder; return what it prints. Raises RuntimeError."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ZERO3D_CACHE": str(folder / "cache")}
-    python = [sys.executable, "-m", "zero3d.cli.main"]
+    python = [sys.executable, "-m", "zero3d.tools.cli.main"]
     done = subprocess.run([*python, *words], cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"zero3d {' '.join(words)} exited with {done.returncode}: {done.stderr[-500:]}")

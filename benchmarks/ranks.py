@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from zero3d.cli.worker import leave, raise_malloc_thresholds
+from zero3d.tools.cli.worker import leave, raise_malloc_thresholds
 
 # glibc's mallopt parameters (malloc.h)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

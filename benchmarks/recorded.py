@@ -274,7 +274,7 @@ def _package(commit: str) -> Iterator[Path]:
 
 def started(words: Sequence[str], folder: str, package: Path = ROOT / "src") -> subprocess.CompletedProcess[str]:
     """Run a command, `zero3d` or `python`, in a folder with a package."""
-    start = [sys.executable, "-m", "zero3d.cli.main"] if words[0] == "zero3d" else [sys.executable]
+    start = [sys.executable, "-m", "zero3d.tools.cli.main"] if words[0] == "zero3d" else [sys.executable]
     return subprocess.run([*start, *words[1:]], cwd=folder, capture_output=True, text=True, env=_environment(package))
 
 

@@ -33,8 +33,8 @@ from ranks import command_line
 TARGET = 10.0
 MOMENTS = ("noticed", "started", "set up", "repeated", "trained")
 SAID = {"noticed": "died without an exception", "started": "restart 1 of 1", "set up": "going on from"}
-MAIN = [sys.executable, "-P", "-m", "zero3d.cli.main"]
-IMPORTS = [sys.executable, "-P", "-c", "import zero3d.cli.train, zero3d.train.run, zero3d.train.report"]
+MAIN = [sys.executable, "-P", "-m", "zero3d.tools.cli.main"]
+IMPORTS = [sys.executable, "-P", "-c", "import zero3d.tools.cli.train, zero3d.train.run, zero3d.train.report"]
 LOOK = 0.005  # seconds between two looks
 EVERY, AFTER = 5, 2  # steps between checkpoints; steps after the first one at which the rank is killed
 

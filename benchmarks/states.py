@@ -10,9 +10,9 @@ import json
 import sys
 
 from zero3d.config import load
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.states import states
-from zero3d.sim.model_spec import open_spec
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.states import states
+from zero3d.tools.sim.model_spec import open_spec
 
 LENGTH = 2048  # states do not depend on it
 

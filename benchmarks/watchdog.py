@@ -29,11 +29,11 @@ import psutil
 import torch
 import yaml
 
-from zero3d.cli import train
-from zero3d.cli.main import main as zero3d, parse
-from zero3d.cli.worker import as_worker
-from zero3d.cli.workers import launch
 from zero3d.distributed.ledger import Ledger
+from zero3d.tools.cli import train
+from zero3d.tools.cli.main import main as zero3d, parse
+from zero3d.tools.cli.worker import as_worker
+from zero3d.tools.cli.workers import launch
 from zero3d.watchdog.heartbeat import Heartbeat
 
 FAULTS = ("stop", "loop", "other", "kill", "launcher")

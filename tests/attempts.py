@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from zero3d.cli.worker import as_worker, report_output
 from zero3d.errors import CorruptionError, DataError, NonFiniteError
+from zero3d.tools.cli.worker import as_worker, report_output
 
 
 def work(folder, words):

@@ -3,8 +3,8 @@
 Instants of a step are made the fullest in turn by what a part's backward needs beside what it kept.
 """
 
-from zero3d.plan.memory import instants, memory
-from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
+from zero3d.tools.plan.memory import instants, memory
+from zero3d.tools.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
 LENGTH, HIDDEN, VOCAB, BLOCKS = 8, 16, 64, 4
 TOKENS = 2 * LENGTH  # of a micro-batch of two

@@ -47,7 +47,7 @@ def record(into, names, short):
     import yaml
 
     torch.set_num_threads(1)
-    import zero3d.cli.main
+    import zero3d.tools.cli.main
     import zero3d.train.run  # noqa: F401 - forks of this process have it
 
     os.register_at_fork(after_in_child=seed)

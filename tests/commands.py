@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from zero3d.cli import workers
+from zero3d.tools.cli import workers
 
 
 class Done(NamedTuple):

@@ -183,7 +183,7 @@ ACCEPTED = {
 REFUSED = {
     "one-bit adam": (CHAT | {"optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4}}}, [], "optimizer.type='OneBitAdam' is refused: .* use AdamW"),
     "lamb": (CHAT | {"optimizer": {"type": "Lamb", "params": {"lr": 11e-3}}}, [], "optimizer.type='Lamb' is refused"),
-    "sgd in a run": (CHAT | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, [], "optimizer.type='SGD' is refused: it is for programs; use AdamW or Muon, or zero3d.integrations.deepspeed.initialize"),
+    "sgd in a run": (CHAT | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, [], "optimizer.type='SGD' is refused: it is for programs; use AdamW or Muon, or zero3d.ways.deepspeed.initialize"),
     "an option of another": (CHAT | {"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, [], "optimizer.params.momentum is not of AdamW, which has lr, betas"),
     "muon by heads": (CHAT | {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}}, [], "per_head_muon=true is refused"),
     "l2": (CHAT | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, [], "adam_w_mode=false is refused: weight decay is decoupled, as in AdamW"),

@@ -8,10 +8,10 @@ from deepspeed_jsons import ACCEPTED
 
 from zero3d.config import resolve_batch
 from zero3d.errors import Zero3dError
-from zero3d.integrations.deepspeed.document import document_of
-from zero3d.integrations.deepspeed.keys import DOTTED, SECTIONS
-from zero3d.integrations.deepspeed.merge import load_merged, together
-from zero3d.integrations.deepspeed.report import as_yaml, lines
+from zero3d.ways.deepspeed.document import document_of
+from zero3d.ways.deepspeed.keys import DOTTED, SECTIONS
+from zero3d.ways.deepspeed.merge import load_merged, together
+from zero3d.ways.deepspeed.report import as_yaml, lines
 
 LONGEST = 3000  # characters of a message that names nine problems
 DEEP = {"a": [{"b": [{"c": None}]}]}

@@ -424,7 +424,7 @@ def _whole(found, draw, engine):
 
 def by_deepspeed(draw):
     """A loop that is written for DeepSpeed."""
-    from zero3d.integrations import deepspeed
+    from zero3d.ways import deepspeed
 
     options = dict(draw.options)
     kind = {"type": "SGD", "params": {"lr": 0.05}}
@@ -492,7 +492,7 @@ def accelerated(draw, ours):
         )  # fmt: skip
         given = {"cpu": True, "gradient_accumulation_steps": draw.accumulate, "dataloader_config": loading}
         if ours:
-            from zero3d.integrations.accelerate import Accelerator
+            from zero3d.ways.huggingface.accelerate import Accelerator
 
             accelerator = Accelerator(**given, stage=draw.stage)
         else:
@@ -554,7 +554,7 @@ def trained(draw, ours, folder):
         )  # fmt: skip
         given = {"train_dataset": Data(draw, 6 * draw.size * draw.accumulate + 1), "eval_dataset": Data(draw, 5, 500)}
         if ours:
-            from zero3d.integrations.transformers import Trainer
+            from zero3d.ways.huggingface.transformers import Trainer
 
             trainer = Trainer(make(draw), args, data_collator=stack, stage=draw.stage, **given)
         else:

@@ -24,8 +24,8 @@ from multiprocessing.connection import Listener
 IMPORTS = (
     "pytest",
     "torch._dynamo",  # with the first optimizer that is made
-    "zero3d.advice.plan_check",
-    "zero3d.cli.main",
+    "zero3d.tools.advice.plan_check",
+    "zero3d.tools.cli.main",
     "zero3d.engine.engine",
     "zero3d.pipeline.runner",
     "zero3d.train.run",

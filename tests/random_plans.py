@@ -132,7 +132,7 @@ def draw(number):
 def models():
     """Trace the models, each once."""
     from zero3d.config import Lora
-    from zero3d.sim.model_spec import open_spec
+    from zero3d.tools.sim.model_spec import open_spec
 
     found = {}
     for name, (path, length, settings) in MODELS.items():
@@ -144,9 +144,9 @@ def models():
 def tell(number, specs):
     """Say of a plan all that is kept of it."""
     from zero3d.errors import ConfigError
-    from zero3d.plan.estimate import device_at_least, evaluate
-    from zero3d.plan.hardware import cluster
-    from zero3d.plan.spec import ParallelPlan
+    from zero3d.tools.plan.estimate import device_at_least, evaluate
+    from zero3d.tools.plan.hardware import cluster
+    from zero3d.tools.plan.spec import ParallelPlan
 
     name, card, nodes, per_node, settings = draw(number)
     model, place = specs[name], cluster(card, nodes * per_node, nodes)
@@ -173,7 +173,7 @@ def file_of(model, plan):
     """Return the file that starts a plan, and the plan that it comes to or the words with which it is refused."""
     from zero3d.config import load
     from zero3d.errors import ConfigError
-    from zero3d.plan.emit import plan_of, train_config
+    from zero3d.tools.plan.emit import plan_of, train_config
 
     tree = train_config(model, plan, "demo", None)
     try:
@@ -184,18 +184,18 @@ def file_of(model, plan):
 
 def changes_of(model, place, plan, estimate):
     """Return what each change of a single setting would do."""
-    from zero3d.plan.estimate import evaluate
-    from zero3d.plan.search import Row
-    from zero3d.plan.what_if import what_if
+    from zero3d.tools.plan.estimate import evaluate
+    from zero3d.tools.plan.search import Row
+    from zero3d.tools.plan.what_if import what_if
 
     return [[knob.change, knob.memory, knob.seconds] for knob in what_if(Row(plan, estimate), model, place, evaluate)]
 
 
 def helping(model, place, plan, estimate):
     """Return what would help if a tenth of the device's bytes were not there."""
-    from zero3d.plan.estimate import evaluate
-    from zero3d.plan.relief import device_bytes, reliefs
-    from zero3d.plan.search import Row
+    from zero3d.tools.plan.estimate import evaluate
+    from zero3d.tools.plan.relief import device_bytes, reliefs
+    from zero3d.tools.plan.search import Row
 
     missing = estimate.memory.allocated / 10
     found = reliefs(Row(plan, estimate), model, place, evaluate, missing, device_bytes)
@@ -209,7 +209,7 @@ def plain(value):
 
 def record(into, plans):
     """Write a line for each plan."""
-    from zero3d.plan.spec import PLAN_KEYWORDS
+    from zero3d.tools.plan.spec import PLAN_KEYWORDS
 
     if undrawn := set(PLAN_KEYWORDS) ^ {*DRAWN, *DEGREES}:
         raise SystemExit(f"DRAWN must have the keys that a plan takes, and differs in {', '.join(sorted(undrawn))}")

@@ -37,7 +37,10 @@ def files_of_faults(package):
 
 
 def packages():
-    return sorted(path.parent.name for path in Path(zero3d.__file__).parent.glob("*/__init__.py"))
+    """Those of the library and of the tools by their names, the ways in together, and the setup of runs."""
+    source = Path(zero3d.__file__).parent
+    names = (".".join(path.relative_to(source).parts[:-1]) for path in source.rglob("*/__init__.py"))
+    return sorted({package for name in names if (package := package_of(f"zero3d.{name}"))})
 
 
 def share(path, package):
@@ -70,4 +73,7 @@ def package_of(name):
     first, _, rest = name.partition(".")
     if first != "zero3d" or not rest:
         return None
-    return zero3d._HOME.get(rest, rest).partition(".")[0]
+    parts = zero3d._HOME.get(rest, rest).split(".")
+    if parts[0] == "tools":
+        return parts[1] if len(parts) > 1 else None
+    return "setup" if parts[:2] == ["train", "setup"] else parts[0]

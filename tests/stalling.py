@@ -94,14 +94,14 @@ def wait_for_peers(there=None):
 
 def launch_two(case, folder):
     """Be the launcher."""
-    from zero3d.cli.workers import launch
+    from zero3d.tools.cli.workers import launch
 
     return launch([case, str(folder)], 2, module="stalling")
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        from zero3d.cli.worker import as_worker
+        from zero3d.tools.cli.worker import as_worker
 
         as_worker(lambda: train(sys.argv[1], Path(sys.argv[2])), {"timeout": 1.5, "slow_timeout": 60.0})
     sys.exit(launch_two(sys.argv[1], Path(sys.argv[2])))

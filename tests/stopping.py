@@ -54,7 +54,7 @@ def train(case, folder):
 
 def serve(folder):
     """Launch what stdin asks for."""
-    from zero3d.cli.workers import launch
+    from zero3d.tools.cli.workers import launch
 
     print("up", flush=True)
     for line in sys.stdin:
@@ -65,7 +65,7 @@ def serve(folder):
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        from zero3d.cli.worker import as_worker
+        from zero3d.tools.cli.worker import as_worker
 
         as_worker(lambda: train(sys.argv[1], Path(sys.argv[2])))
     serve(Path(sys.argv[1]))

@@ -80,7 +80,7 @@ def train(kind, folder, options=None, given=None, model="llama", resume=None):
     """What a Trainer has logged after training. kind: "plain", or the stage of ours."""
     import transformers
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with launched():
         options, given = dict(options or {}), dict(given or {})

@@ -67,7 +67,7 @@ TRACED = {}  # what plans are made of, by all that it depends on
 
 def start(*given, planned=True, **options):
     """How a run begins, with the planner that `zero3d train` gives it or with none."""
-    from zero3d.advice.planner import RunPlanner
+    from zero3d.tools.advice.planner import RunPlanner
     from zero3d.train.start import Start
 
     return Start(*given, **options, **({"planner": RunPlanner()} if planned else {}))
@@ -75,7 +75,7 @@ def start(*given, planned=True, **options):
 
 def traced_once():
     """Let runs of this process trace a model once, inside: tracing takes half the time of a short run."""
-    from zero3d.sim.model_spec import trace
+    from zero3d.tools.sim.model_spec import trace
 
     def settings_of(module):
         return {k: v for k, v in vars(module).items() if isinstance(v, (str, bool, int, float)) and k != "name_or_path"}
@@ -91,7 +91,7 @@ def traced_once():
             TRACED[key] = trace(model, length, name, packed)
         return replace(TRACED[key], name=name)
 
-    return mock.patch("zero3d.advice.planned_run.trace", known)
+    return mock.patch("zero3d.tools.advice.planned_run.trace", known)
 
 
 def train(made, resume=None, stop_in=None, overwrite=False, planned=True):

@@ -43,7 +43,7 @@ def main(folder, lora_rank=0, tp=1, place=0):
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.utils.losses import sft_loss
 
-    from zero3d.integrations.verl import VerlEngine
+    from zero3d.ways.verl import VerlEngine
 
     VerlEngine.options = {"stage": 3, "tp": tp}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=place, world_size=tp)

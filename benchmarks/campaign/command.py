@@ -35,7 +35,7 @@ def train(place: Place, account: Account) -> None:
 
 def command(account: Account, what: str, words: list[str]) -> dict[str, Any] | None:
     """Run the command line; its JSON, or None and the account says why."""
-    line = [sys.executable, "-P", "-m", "zero3d.cli.main", "train", *words, "--json"]
+    line = [sys.executable, "-P", "-m", "zero3d.tools.cli.main", "train", *words, "--json"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode == 0:
         found: dict[str, Any] = json.loads(done.stdout)

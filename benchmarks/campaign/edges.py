@@ -173,7 +173,7 @@ def by_trainer(stage: int, on_cpu: bool) -> list[float]:
     """Return the logged losses, and the weights' sum after the training."""
     from transformers import TrainingArguments
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -190,7 +190,7 @@ def by_trainer(stage: int, on_cpu: bool) -> list[float]:
 
 def by_accelerate(stage: int, on_cpu: bool) -> list[float]:
     """Return the losses, and the weights' sum after the training."""
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", stage=stage, cpu=on_cpu)
     model = llama()

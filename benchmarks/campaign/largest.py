@@ -19,11 +19,11 @@ from campaign.speed import CPU_SHAPE, build
 from zero3d import Engine
 from zero3d.activations.recomputation import recompute
 from zero3d.memory.arena import STATES
-from zero3d.plan.memory import memory
-from zero3d.plan.shapes import fused, llama
-from zero3d.plan.spec import Memory, ModelSpec, ParallelPlan
-from zero3d.plan.states import states
 from zero3d.spec.offload import Offload
+from zero3d.tools.plan.memory import memory
+from zero3d.tools.plan.shapes import fused, llama
+from zero3d.tools.plan.spec import Memory, ModelSpec, ParallelPlan
+from zero3d.tools.plan.states import states
 
 LARGE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,

@@ -24,7 +24,7 @@ from campaign.loopback import Loopback
 from campaign.training import MIDDLE, STAGES, Curve, Run, compare, engine_of, one_loss, own_batch, run_of, train
 from zero3d import Engine, make_deterministic
 from zero3d.distributed.mesh import Mesh
-from zero3d.sim.patches import replaced
+from zero3d.tools.sim.patches import replaced
 from zero3d.zero import streams as zero_streams
 from zero3d.zero.streams import SideStream
 

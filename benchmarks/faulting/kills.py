@@ -85,7 +85,7 @@ class Life:
         self.begun = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "zero3d.cli.main", *words], stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", "zero3d.tools.cli.main", *words], stdout=log, stderr=log, start_new_session=True
             )
 
     @property

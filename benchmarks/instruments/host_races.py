@@ -50,8 +50,8 @@ from zero3d.offload.disk_tier import DiskStore
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.record_file import RecordFile
 from zero3d.offload.updates import RecordUpdates
-from zero3d.sim.group import FakeMesh
-from zero3d.sim.patches import replaced
+from zero3d.tools.sim.group import FakeMesh
+from zero3d.tools.sim.patches import replaced
 from zero3d.zero import optimizer, streams
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.weights import Weights

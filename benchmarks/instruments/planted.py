@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero3d.memory.arena import Arena
-from zero3d.sim.patches import replaced
+from zero3d.tools.sim.patches import replaced
 from zero3d.zero import gathers, reductions
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.streams import SideStream

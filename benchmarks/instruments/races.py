@@ -44,9 +44,9 @@ from zero3d.distributed import algorithms
 from zero3d.engine.engine import Engine
 from zero3d.expert_parallel.dispatch import Dispatch
 from zero3d.memory.arena import Arena
-from zero3d.sim.flops import FORMULAS
-from zero3d.sim.group import FakeMesh
-from zero3d.sim.patches import replaced
+from zero3d.tools.sim.flops import FORMULAS
+from zero3d.tools.sim.group import FakeMesh
+from zero3d.tools.sim.patches import replaced
 
 FAULTS = ("issue", "join", "wait")
 TEMPORARY, LASTING = "temporary", "lasting"  # what the arena did not lend; what was there before

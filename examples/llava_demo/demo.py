@@ -19,7 +19,7 @@ from prepare import RUNS, prepare
 def train(folder, run, *overrides):
     """Run `zero3d train RUN.yaml` on 2 ranks in `folder`, as one would type it."""
     print(f"\n$ cd {folder} && zero3d train {' '.join([f'{run}.yaml', '--ranks 2', *overrides])}", flush=True)
-    command = [sys.executable, "-m", "zero3d.cli.main", "train", f"{run}.yaml", "--ranks", "2", *overrides]
+    command = [sys.executable, "-m", "zero3d.tools.cli.main", "train", f"{run}.yaml", "--ranks", "2", *overrides]
     subprocess.run(command, cwd=folder, check=True)
 
 

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
         ReleasedParameterError as ReleasedParameterError,
         Zero3dError as Zero3dError,
     )
-    from zero3d.setup.build import from_config as from_config
     from zero3d.spec.offload import Offload as Offload
+    from zero3d.train.setup.build import from_config as from_config
     from zero3d.zero.optimizer import StepResult as StepResult
 
 __version__ = "0.1.0"
@@ -67,7 +67,7 @@ _HOME = {
     "Engine": "engine.engine",
     "Mesh": "distributed.mesh",
     "Offload": "spec.offload",
-    "from_config": "setup.build",
+    "from_config": "train.setup.build",
     "make_deterministic": "distributed.determinism",
     "StepResult": "zero.optimizer",
     "Zero3dError": "errors",

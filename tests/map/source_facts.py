@@ -7,18 +7,41 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "zero3d"
 
 
+OLD_NAMES = yaml.safe_load(
+    (Path(__file__).parent / "old_names.yaml").read_text()
+)  # file: the module that it stands for
+
+
 def modules():
+    """Name and path of each file, but of those that stand for another."""
     for path in sorted(SRC.rglob("*.py")):
-        name = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__").removesuffix("__init__")
-        yield name, path
+        if path.relative_to(SRC).as_posix() not in OLD_NAMES:
+            yield name_of(path), path
+
+
+def name_of(path):
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__").removesuffix("__init__")
+
+
+# The three parts, and what each may import beside itself.
+PARTS = {"library": (), "ways": ("library",), "tools": ("library", "ways")}
+
+
+def part_of(name):
+    first = name.partition(".")[0]
+    return first if first in PARTS else "library"
 
 
 def package_of(name):
-    return name.split(".")[0]
+    """zero.unit -> zero; tools.plan.spec -> tools.plan; ways.verl -> ways.verl."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if rest and part_of(first) != "library" else first
 
 
 class Facts(NamedTuple):

@@ -124,7 +124,7 @@ def test_a_section_of_any_name_is_seen():
     ("settings = plan.mesh\nsettings.stage, plan.zero, f(plan.zero), replace(plan.zero, stage=3)", ""),
 ])  # fmt: skip
 def test_a_section_is_seen_under_other_names(written, read):
-    assert set(reads_in(ast.parse(written), "plan/x.py")) == set(read.split())
+    assert set(reads_in(ast.parse(written), "tools/plan/x.py")) == set(read.split())
 
 
 @pytest.mark.parametrize("decision", LISTED["authors"], ids=lambda entry: entry["decision"])

@@ -17,7 +17,7 @@ from recorded import RECIPES, RESULTS  # noqa: E402
 from stage_picture import drawn_from, gigabytes  # noqa: E402
 from versions import matrix  # noqa: E402
 
-from zero3d.cli.main import main  # noqa: E402
+from zero3d.tools.cli.main import main  # noqa: E402
 
 CHECKED_ELSEWHERE = ("zero-and-3d.md", "zero-and-3d.zh.md", "config.md")  # their own tests write or check them
 DOCUMENTS = [path for path in tables.DOCUMENTS if path.name not in CHECKED_ELSEWHERE]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import yaml
-from source_facts import ROOT, SRC, core, facts, imported, imports, modules, package_of
+from source_facts import PARTS, ROOT, SRC, core, facts, imported, imports, modules, package_of, part_of
 
 # Packages from the ground up; one may import its own layer and those below it. The rule of ARCHITECTURE.md.
 LAYERS = {
@@ -38,8 +38,20 @@ LAYERS = {
         "optim",
         "offload",
     ),
-    "engine": ("engine", "setup"),
-    "tools": ("plan", "sim", "train", "page", "advice", "doctor", "integrations", "cli"),
+    "engine": ("engine",),
+    "runs": ("train",),
+    "ways": (
+        "ways",
+        "ways.checkpoints",
+        "ways.deepspeed",
+        "ways.huggingface",
+        "ways.lightning",
+        "ways.axolotl",
+        "ways.everywhere",
+        "ways.verl",
+        "ways.vllm",
+    ),
+    "tools": ("tools", "tools.plan", "tools.sim", "tools.advice", "tools.page", "tools.doctor", "tools.cli"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 
@@ -53,10 +65,27 @@ def arrows():
 
 
 def test_every_package_has_a_layer_and_imports_from_its_own_and_those_below():
-    assert {"zero", "engine", "cli"} <= {package for package, *_ in arrows()}
+    assert {"zero", "engine", "tools.cli"} <= {package for package, *_ in arrows()}
     for package, target, name in arrows():
         assert package in LEVEL, f"{package} is in no layer: add it to LAYERS and to ARCHITECTURE.md"
         assert LEVEL[target] <= LEVEL[package], f"{name} imports from {target}, which lies above it"
+
+
+def test_the_library_imports_neither_tools_nor_ways_and_ways_import_no_tool():
+    """At the top of a file, inside functions and for types."""
+    assert {part_of(name) for name, _ in modules()} == set(PARTS)
+    for name, path in modules():
+        mine = part_of(name)
+        for target in imports(path):
+            assert part_of(target) in (mine, *PARTS[mine]), f"{name} imports {target}: a {mine} imports no such part"
+
+
+def test_no_text_below_tools_and_ways_names_a_module_of_theirs():
+    """A name in a string is an import, too: of import_module, of `python -m`."""
+    above = {mine: [part for part in PARTS if part not in (mine, *PARTS[mine])] for mine in PARTS}
+    for name, path in modules():
+        named = re.findall(r"\bzero3d\.(\w+)", path.read_text())
+        assert not {*named} & {*above[part_of(name)]}, f"{name} names what is above it"
 
 
 def test_packages_import_each_other_in_no_cycle():
@@ -78,22 +107,22 @@ TORCH_FREE = (
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.copies", "checkpoint.files", "stores",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
     "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
-    "models.foreign_code", "models.places", "cli.kept_specs", "plan", "page", "doctor", "watchdog", "integrations", "advice.planner", "cli.ckpt", "cli.ckpt_text",
-    "cli.report", "cli.run_folder", "engine.report_view", "train.tables", "train.curve",
+    "models.foreign_code", "models.places", "tools.cli.kept_specs", "tools.plan", "tools.page", "tools.doctor", "watchdog", "ways", "tools.advice.planner", "tools.cli.ckpt", "tools.cli.ckpt_text",
+    "tools.cli.report", "tools.cli.run_folder", "engine.report_view", "train.tables", "train.curve",
 )  # fmt: skip
 WITH_TORCH = {
-    "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints", "integrations.deepspeed.client_state",
-    "integrations.deepspeed.drop_in", "integrations.deepspeed.engine", "integrations.deepspeed.engine_options",
-    "integrations.deepspeed.lion", "integrations.deepspeed.optimizers", "integrations.deepspeed.owners", "integrations.deepspeed.questions", "integrations.deepspeed.utils",
-    "integrations.deepspeed.zero",
-    "integrations.lightning", "integrations.lightning.averaging", "integrations.lightning.checkpoints",
-    "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
-    "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.keywords", "integrations.accelerate.optimizer",
-    "integrations.accelerate.world", "integrations.accelerate.gradient_reads", "integrations.transformers.callbacks",
-    "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
-    "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.checkpoints.plain",
-    "integrations.accelerate.others", "integrations.transformers",
-    "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer", "integrations.everywhere", "integrations.verl", "integrations.vllm",
+    "tools.plan.calibrate", "ways.deepspeed.batches", "ways.deepspeed.checkpoints", "ways.deepspeed.client_state",
+    "ways.deepspeed.drop_in", "ways.deepspeed.engine", "ways.deepspeed.engine_options",
+    "ways.deepspeed.lion", "ways.deepspeed.optimizers", "ways.deepspeed.owners", "ways.deepspeed.questions", "ways.deepspeed.utils",
+    "ways.deepspeed.zero",
+    "ways.lightning", "ways.lightning.averaging", "ways.lightning.checkpoints",
+    "ways.lightning.strategy", "ways.axolotl", "ways.axolotl.plugin",
+    "ways.huggingface.accelerate", "ways.huggingface.accelerate.accelerator", "ways.huggingface.accelerate.keywords", "ways.huggingface.accelerate.optimizer",
+    "ways.huggingface.accelerate.world", "ways.huggingface.accelerate.gradient_reads", "ways.huggingface.transformers.callbacks",
+    "ways.checkpoints.dcp", "ways.checkpoints.deepspeed", "ways.checkpoints.foreign",
+    "ways.checkpoints.archives", "ways.checkpoints.restricted", "ways.checkpoints.plain",
+    "ways.huggingface.accelerate.others", "ways.huggingface.transformers",
+    "ways.huggingface.transformers.arguments", "ways.huggingface.transformers.seams", "ways.huggingface.transformers.trainer", "ways.everywhere", "ways.verl", "ways.vllm",
 }  # fmt: skip
 
 
@@ -122,10 +151,8 @@ def test_files_without_torch_import_files_without_torch():
 
 # What a trainer does not need: nothing but itself imports it, so that it stays outside of the engine's imports.
 BESIDE_THE_ENGINE = (
-    "cli",
-    "doctor",
-    "integrations",
-    "page",
+    "tools",
+    "ways",
     "train.callstack",
     "train.comparison",
     "train.comparison_plot",
@@ -207,7 +234,7 @@ def test_the_core_knows_no_engine_config_or_transformers():
         if name.startswith("zero"):
             text = path.read_text()
             assert not re.search(
-                r"import transformers|from transformers|zero3d\.(engine|config|models|setup|train|cli)", text
+                r"import transformers|from transformers|zero3d\.(engine|config|models|train|ways|tools)", text
             ), name
 
 
@@ -233,24 +260,24 @@ def test_an_optimizer_has_its_name_in_its_row_and_in_files_of_its_own():
     named = re.compile(rf'^(?! *>>>).*"({others})"', re.MULTILINE)  # but in an example
     found = {name for name, path in modules() if named.search(path.read_text())}
     assert "spec.optimizer" in found
-    assert {package_of(name) for name in found - {"spec.optimizer"}} <= {"optim", "integrations"}
+    assert {package_of(name) for name in found - {"spec.optimizer"}} <= {"optim", "ways.deepspeed"}
 
 
 BY_NAME = {  # (module, what compares with a tier's name or chooses by it): why
-    ("cli.doctor", "name in ('disk', 'host_link')"): "fields of a cluster, which the doctor measures anew",
+    ("tools.cli.doctor", "name in ('disk', 'host_link')"): "fields of a cluster, which the doctor measures anew",
     ("distributed.axis", "self.place == HOST"): "a torch device, which is no tier",
     ("offload.tiers", "row.name != HOST"): "the host's records are in the slab, whose parts are counted already",
-    ("plan.emit", "DISK"): "DeepSpeed has two tiers, with names of its own",
-    ("plan.emit", "HOST"): "DeepSpeed has two tiers, with names of its own",
-    ("plan.memory", "HOST"): "buffers and staging are memory of the host, whichever tier has the records",
-    ("plan.search", "tier == HOST"): "the sum of what a host's memory has beside records is shown",
-    ("plan.spec", "HOST"): "what a host's memory has beside records counts, too",
-    ("plan.tier_time", "HOST"): "an executor, which is no tier",
-    ("plan.time", "'host'"): "seconds that the host adds to a step, which is no tier",
+    ("tools.plan.emit", "DISK"): "DeepSpeed has two tiers, with names of its own",
+    ("tools.plan.emit", "HOST"): "DeepSpeed has two tiers, with names of its own",
+    ("tools.plan.memory", "HOST"): "buffers and staging are memory of the host, whichever tier has the records",
+    ("tools.plan.search", "tier == HOST"): "the sum of what a host's memory has beside records is shown",
+    ("tools.plan.spec", "HOST"): "what a host's memory has beside records counts, too",
+    ("tools.plan.tier_time", "HOST"): "an executor, which is no tier",
+    ("tools.plan.time", "'host'"): "seconds that the host adds to a step, which is no tier",
     ("train.post_mortem", "row.place == HOST"): "the memory of the host that runs short",
     ("train.post_mortem", "shortage.place == HOST"): "the memory of the host that runs short",
 }
-OF_MACHINES = {"doctor", "memory", "watchdog"}  # in whose words a host is a machine, and a disk one of its parts
+OF_MACHINES = {"tools.doctor", "memory", "watchdog"}  # in whose words a host is a machine, and a disk one of its parts
 
 
 def test_a_tiers_name_is_compared_in_its_row_and_in_files_of_its_own():
@@ -321,11 +348,11 @@ def test_only_few_modules_read_the_environment():
             (
                 "distributed.mesh",
                 "distributed.determinism",
-                "doctor",
-                "cli",
-                "integrations.accelerate.world",
-                "integrations.accelerate.gradient_reads",
-                "integrations.transformers.callbacks",
+                "tools.doctor",
+                "tools.cli",
+                "ways.huggingface.accelerate.world",
+                "ways.huggingface.accelerate.gradient_reads",
+                "ways.huggingface.transformers.callbacks",
                 "stores.cache",
                 "watchdog.flight_recorder",  # torch's own variables
             )
@@ -352,7 +379,7 @@ COMMANDS = [["--help"], ["plan", "--theory", "--params", "7.5e9", "--gpus", "64"
 def test_help_theory_compare_and_launch_import_no_torch():
     """In one process, one after the other."""
     script = (
-        f"import sys\nfrom zero3d.cli.main import main\nfor command in {COMMANDS!r}:\n"
+        f"import sys\nfrom zero3d.tools.cli.main import main\nfor command in {COMMANDS!r}:\n"
         "    sys.argv = ['zero3d', *command]\n"
         "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code, (command, end.code)\n"
         "    assert 'torch' not in sys.modules, command"

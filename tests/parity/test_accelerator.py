@@ -21,7 +21,7 @@ def parts(kind, stage, **options):
     """Accelerator, model, optimizer, loader and schedule, prepared. Windows of 2 micro-batches of 8 over all ranks."""
     import accelerate
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     if kind == "plain":
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
@@ -147,7 +147,7 @@ def clipped_by(kind, limits):
     """Norms that clip_grad_norm_ has returned for these limits in one step, and the weights behind it."""
     import accelerate
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -175,8 +175,8 @@ def one_epoch(kind, folder):
     """What this rank read of one epoch, and how many processes the program sees. Nobody says that there is no GPU."""
     from transformers import TrainingArguments
 
-    from zero3d.integrations.accelerate import Accelerator
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.accelerate import Accelerator
+    from zero3d.ways.huggingface.transformers import Trainer
 
     rows = Seen(16)
     with launched():
@@ -212,7 +212,7 @@ def made_late():
     """An Accelerator after something else has told Accelerate that there is one process."""
     from accelerate import PartialState
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -316,7 +316,7 @@ def test_a_norm_inside_a_window_is_nan_and_the_loop_is_told_once():
 
 
 def refused(what):
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -365,8 +365,8 @@ def test_what_cannot_be_is_refused(ranks, what, words):
     (3, "offload", "options='offload'.*: pass a mapping"),
 ])  # fmt: skip
 def test_a_wrong_stage_or_option_is_refused_before_there_is_a_model(stage, options, words):
-    from zero3d.integrations.accelerate import Accelerator
-    from zero3d.integrations.transformers import Trainer, patch
+    from zero3d.ways.huggingface.accelerate import Accelerator
+    from zero3d.ways.huggingface.transformers import Trainer, patch
 
     for build in (partial(Accelerator, cpu=True), Trainer, patch):
         with pytest.raises(zero3d.ConfigError, match=words):
@@ -381,7 +381,7 @@ def stepped(model, optimizer, accelerator):
 
 def precision_of(*dtypes):
     """What a model computes in whose frozen and trained layer have been loaded in these dtypes."""
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -399,7 +399,7 @@ def test_a_model_stays_in_bf16_that_is_loaded_so_and_one_whose_adapters_alone_ar
 
 def second():
     """A model, and a second one in a prepare of its own, which trains after free_memory alone."""
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -424,7 +424,7 @@ def test_a_second_model_is_refused_and_trains_after_free_memory(ranks):
 
 def test_an_optimizer_alone_is_pickled_and_steps_with_its_model_only():
     """Accelerate trains a model that is prepared in another call; here several ranks would each go their own way."""
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -552,7 +552,7 @@ def freed(precision):
         model, read = hf("llama"), []
         for _ in range(2):
             fresh()
-            from zero3d.integrations.accelerate import Accelerator
+            from zero3d.ways.huggingface.accelerate import Accelerator
 
             accelerator = Accelerator(cpu=True, stage=3, mixed_precision=precision)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import zero3d
 from zero3d.checkpoint.stored_states import StoredStates
-from zero3d.cli.main import main
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.tools.cli.main import main
 
 BATCHES = [batch(step) for step in range(4)]
 DECAY = 0.75

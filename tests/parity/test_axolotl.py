@@ -23,7 +23,7 @@ QLORA = {"adapter": "qlora", "load_in_4bit": True, "zero3d_stage": 3}
 def plugin():
     from axolotl.integrations.base import load_plugin
 
-    return load_plugin("zero3d.integrations.axolotl.Zero3dPlugin")
+    return load_plugin("zero3d.ways.axolotl.Zero3dPlugin")
 
 
 def file(**keys):
@@ -37,7 +37,7 @@ def test_the_plugin_is_one_of_axolotls(plugin, tmp_path):
     import transformers
     from axolotl.integrations.base import BasePlugin
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     assert isinstance(plugin, BasePlugin)
     module, _, name = plugin.get_input_args().rpartition(".")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from two_hosts import why_not
 
-from zero3d.plan.hardware import cluster
-from zero3d.plan.spec import Link
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.spec import Link
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import links
 
 RESULTS = Path(links.__file__).parent / "results" / "links.json"
-AS_FAST = 1.03  # times the fastest way's seconds: what the planner calls as fast (plan/links.py::WORTH)
+AS_FAST = 1.03  # times the fastest way's seconds: what the planner calls as fast (tools/plan/links.py::WORTH)
 
 
 @pytest.fixture(scope="module")

@@ -192,8 +192,8 @@ def test_what_is_written_into_weights_goes_to_their_masters(ranks):
 
 def run_with(folder, steps, flops):
     """The lines that a run of so many steps says whose card has such a rate, and whether gathers cast."""
-    from zero3d.advice.planned_run import run_cluster
-    from zero3d.setup.build import build_engine
+    from zero3d.tools.advice.planned_run import run_cluster
+    from zero3d.train.setup.build import build_engine
 
     built = []
 
@@ -206,7 +206,9 @@ def run_with(folder, steps, flops):
         return built[-1]
 
     made = tree(folder, f"{steps}-{flops:g}", precision="bf16", zero={"weights": "auto"}, train={"steps": steps})
-    _, lines = told(made, zero3d__advice__planned_run__run_cluster=of_rate, zero3d__train__run__build_engine=noted)
+    _, lines = told(
+        made, zero3d__tools__advice__planned_run__run_cluster=of_rate, zero3d__train__run__build_engine=noted
+    )
     return [line for line in lines if line.startswith("zero.weights=auto")], built[0].policy.from_masters
 
 

@@ -10,8 +10,8 @@ from damage import EDITS, FLAWS
 from damaged import Live, clean, damaged_load, make, saved_at, seed, train
 
 from zero3d.checkpoint.examine import examine
-from zero3d.cli.main import main
 from zero3d.errors import CheckpointError
+from zero3d.tools.cli.main import main
 
 CASES = 2000
 FEW = range(80)  # of them in every run of the tests

@@ -10,8 +10,8 @@ from tensors import tiny
 from trainers import Rows
 
 from zero3d.errors import ConfigError
-from zero3d.integrations import deepspeed
-from zero3d.integrations.deepspeed.client_state import decode, encode
+from zero3d.ways import deepspeed
+from zero3d.ways.deepspeed.client_state import decode, encode
 
 STEPS, MICRO = 4, 2
 DOCUMENT = {

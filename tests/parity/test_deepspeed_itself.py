@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from models import batch, hf, loss_of
 
-from zero3d.cli.main import main
-from zero3d.integrations import deepspeed
+from zero3d.tools.cli.main import main
+from zero3d.ways import deepspeed
 
 pytestmark = [
     pytest.mark.long, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra bench"),

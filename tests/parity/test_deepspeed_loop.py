@@ -8,7 +8,7 @@ from models import batch, bits, hf, loss_of
 from safetensors.torch import load_file
 
 from zero3d.errors import ConfigError
-from zero3d.integrations import deepspeed
+from zero3d.ways import deepspeed
 
 MICRO = 2
 

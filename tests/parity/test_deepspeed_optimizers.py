@@ -6,11 +6,11 @@ from models import batch, hf, loss_of
 from tensors import tiny
 
 from zero3d.errors import ConfigError
-from zero3d.integrations import deepspeed
-from zero3d.integrations.deepspeed.document import document_of
-from zero3d.integrations.deepspeed.lion import Lion
-from zero3d.integrations.deepspeed.merge import together
 from zero3d.optim import muon
+from zero3d.ways import deepspeed
+from zero3d.ways.deepspeed.document import document_of
+from zero3d.ways.deepspeed.lion import Lion
+from zero3d.ways.deepspeed.merge import together
 
 STEPS = 3
 OPTIMIZERS = {

@@ -7,9 +7,9 @@ import torch
 from models import batch, bits, hf
 
 import zero3d
-from zero3d.integrations.deepspeed.merge import load_merged
-from zero3d.setup.optimizer import optimizer_of, parameter_groups
-from zero3d.setup.schedule import scheduler
+from zero3d.train.setup.optimizer import optimizer_of, parameter_groups
+from zero3d.train.setup.schedule import scheduler
+from zero3d.ways.deepspeed.merge import load_merged
 
 STEPS = 6
 CYCLE = {

@@ -10,10 +10,10 @@ import offline
 import pytest
 import torch
 
-from zero3d.cli.main import main
+from zero3d.tools.cli.main import main
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-COMMAND = [sys.executable, "-m", "zero3d.cli.main", "train"]
+COMMAND = [sys.executable, "-m", "zero3d.tools.cli.main", "train"]
 
 
 def train(folder, *words, environment=os.environ):

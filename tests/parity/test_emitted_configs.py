@@ -9,10 +9,10 @@ import yaml
 from models import hf
 from training import start
 
-from zero3d.cli.main import main
-from zero3d.plan.emit import train_config
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.model_spec import open_spec
+from zero3d.tools.cli.main import main
+from zero3d.tools.plan.emit import train_config
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.model_spec import open_spec
 
 LENGTH, TOKENS = 32, 256
 CLUSTER = ["--gpus", "2", "--nodes", "1", "--gpu", "cpu"]

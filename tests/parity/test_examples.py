@@ -9,7 +9,7 @@ import transformers
 from corpora import APPENDS, CHAT, save_tokenizer, write_lines
 from training import run_in, save_model
 
-from zero3d.cli.main import main
+from zero3d.tools.cli.main import main
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 LARGE = "72b_128gpu"  # a test builds it without memory

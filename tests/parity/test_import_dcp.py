@@ -9,7 +9,7 @@ from models import adamw, batch, hf, loss_of
 from training import save_rows, train as train_run, tree
 
 import zero3d
-from zero3d.cli.main import main
+from zero3d.tools.cli.main import main
 
 STEPS, MORE = 3, 2
 

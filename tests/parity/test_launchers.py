@@ -17,7 +17,7 @@ STAGES = """
     from models import hf
     from trainers import Rows, arguments, losses_of
     from transformers import TrainerCallback
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     class Notes(TrainerCallback):
         def on_train_begin(self, *_, **__):
@@ -41,7 +41,7 @@ NOTEBOOK = """
     from accelerate.state import AcceleratorState, GradientState
     from models import hf
     from trainers import Rows
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     def train():
         accelerator, model = Accelerator(cpu=True, stage=3), hf("llama")

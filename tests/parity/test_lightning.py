@@ -53,7 +53,7 @@ def trainer_of(strategy, folder, **options):
     import lightning
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-    from zero3d.integrations.lightning import Zero3dStrategy
+    from zero3d.ways.lightning import Zero3dStrategy
 
     assert Zero3dStrategy, "and its names are registered"
     os.environ.setdefault("GROUP_RANK", "0")
@@ -110,7 +110,7 @@ def test_two_optimizers_are_refused(ranks, tmp_path):
     (3, {"ofload": "host"}, r"Zero3dStrategy\(options=\.\.\.\): unknown key 'ofload'.*'offload'"),
 ])  # fmt: skip
 def test_a_wrong_stage_or_option_is_refused_before_there_is_a_model(stage, options, words):
-    from zero3d.integrations.lightning import Zero3dStrategy
+    from zero3d.ways.lightning import Zero3dStrategy
 
     with pytest.raises(zero3d.ConfigError, match=words):
         Zero3dStrategy(stage=stage, options=options)

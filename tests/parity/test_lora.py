@@ -14,7 +14,7 @@ from zero3d.activations.recomputation import recompute
 from zero3d.config import Optimizer, load
 from zero3d.models.names import is_named, own_name
 from zero3d.models.trained import open_trained
-from zero3d.setup.optimizer import optimizer_of, parameter_groups
+from zero3d.train.setup.optimizer import optimizer_of, parameter_groups
 
 BATCHES = [batch(step) for step in range(3)]
 IMAGES = [torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(step)) for step in range(3)]

@@ -26,7 +26,7 @@ import zero3d
 from zero3d.config import Model
 from zero3d.models.open import open_model
 from zero3d.precision import LossScaling, Precision
-from zero3d.setup.build import from_config
+from zero3d.train.setup.build import from_config
 
 PLAIN, WHOLE = "model's", "given"  # the loss, as in meshes.LOSSES
 

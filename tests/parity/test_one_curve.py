@@ -51,7 +51,7 @@ def plain(folder):
 
 
 def by_trainer(folder, stage):
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     class InOrder(Trainer):
         def _get_train_sampler(self, dataset=None):
@@ -72,7 +72,7 @@ def by_trainer(folder, stage):
 def by_accelerator(folder, stage):
     from accelerate.state import AcceleratorState, GradientState
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -90,7 +90,7 @@ def by_accelerator(folder, stage):
 
 
 def by_deepspeeds_loop(folder, stage):
-    from zero3d.integrations import deepspeed
+    from zero3d.ways import deepspeed
 
     params = {key: list(value) if isinstance(value, tuple) else value for key, value in ADAM.items()}
     document = {

@@ -15,8 +15,8 @@ from zero3d.models.chain import find_chain
 from zero3d.models.open import open_bare, open_model
 from zero3d.models.packing import check_packing
 from zero3d.models.parts import choose, key_in_text
-from zero3d.setup.text_part import naming_text_part, older_run, part_of
 from zero3d.shards.boxes import whole
+from zero3d.train.setup.text_part import naming_text_part, older_run, part_of
 
 LONG = pytest.mark.long
 TEXTS = {  # the class of the language model alone, by the type of the whole one

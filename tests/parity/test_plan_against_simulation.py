@@ -11,16 +11,16 @@ import pytest
 
 from zero3d.config import Lora, load, to_dict
 from zero3d.errors import ConfigError
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.memory import memory
-from zero3d.plan.relief import device_bytes, reliefs
-from zero3d.plan.search import Row, Target, search
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.states import states
-from zero3d.plan.traffic import busiest_traffic, rank_traffic
-from zero3d.sim.model_spec import open_spec
 from zero3d.spec.tiers import DEVICE, HOST
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.memory import memory
+from zero3d.tools.plan.relief import device_bytes, reliefs
+from zero3d.tools.plan.search import Row, Target, search
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.states import states
+from zero3d.tools.plan.traffic import busiest_traffic, rank_traffic
+from zero3d.tools.sim.model_spec import open_spec
 
 LENGTH = 512
 CONFIG = {
@@ -49,7 +49,7 @@ def models(tmp_path_factory):
 
 def dry(tree, rank, world, whole):
     """What the rank holds, or why there is no such run."""
-    from zero3d.sim.rank import dry_run
+    from zero3d.tools.sim.rank import dry_run
 
     try:
         return dry_run(load(tree), rank, world, whole=whole)

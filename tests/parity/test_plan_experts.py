@@ -10,16 +10,16 @@ import pytest
 
 from zero3d.config import load, to_dict
 from zero3d.models.presets import PRESETS
-from zero3d.plan.emit import train_config
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.links import ways
-from zero3d.plan.memory import memory
-from zero3d.plan.spec import Link, ParallelPlan as P
-from zero3d.plan.states import states
-from zero3d.plan.traffic import rank_traffic
-from zero3d.sim.model_spec import open_spec
 from zero3d.spec.tiers import DEVICE, HOST
+from zero3d.tools.plan.emit import train_config
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.links import ways
+from zero3d.tools.plan.memory import memory
+from zero3d.tools.plan.spec import Link, ParallelPlan as P
+from zero3d.tools.plan.states import states
+from zero3d.tools.plan.traffic import rank_traffic
+from zero3d.tools.sim.model_spec import open_spec
 
 LENGTH = 128
 long = pytest.mark.long
@@ -47,7 +47,7 @@ def config_of(model, plan, path):
 
 
 def dry(tree, world):
-    from zero3d.sim.rank import dry_run
+    from zero3d.tools.sim.rank import dry_run
 
     return dry_run(load(tree), 0, world, whole=True)
 

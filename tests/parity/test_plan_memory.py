@@ -13,12 +13,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
-from zero3d.plan.in_flight import moments
-from zero3d.plan.memory import memory
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.live import StorageTracker
-from zero3d.sim.model_spec import trace
-from zero3d.sim.patches import hear_resizes, without_values
+from zero3d.tools.plan.in_flight import moments
+from zero3d.tools.plan.memory import memory
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.live import StorageTracker
+from zero3d.tools.sim.model_spec import trace
+from zero3d.tools.sim.patches import hear_resizes, without_values
 
 LENGTH = 512
 

@@ -136,7 +136,7 @@ def limited():
 def test_a_rank_that_fills_the_host_says_so_before_the_kernel_kills_it(folder, limited):
     fault = "import time; [(type(self).kept.append(torch.ones(4_000_000)), time.sleep(0.05)) for _ in range(1000)]"
     out = save_faulty(folder, fault)
-    command = [*limited, sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks=2"]
+    command = [*limited, sys.executable, "-m", "zero3d.tools.cli.main", "train", "run.yaml", "--ranks=2"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     assert signal.SIGKILL.name not in done.stderr

@@ -25,14 +25,14 @@ from zero3d.models.quantised import QuantisedLinear, find_layers
 from zero3d.models.quantised_experts import Stack, stacks_of
 from zero3d.models.trained import open_trained
 from zero3d.optim import adamw8bit
-from zero3d.plan.kernels import digest
-from zero3d.plan.memory import memory
-from zero3d.plan.spec import ParallelPlan
 from zero3d.precision import to_compute
-from zero3d.sim.model_spec import open_spec, outline
-from zero3d.sim.stand_ins import SilentAxis
 from zero3d.spec.formats import FORMATS
 from zero3d.tensor_parallel.parallelize import parallelize
+from zero3d.tools.plan.kernels import digest
+from zero3d.tools.plan.memory import memory
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.model_spec import open_spec, outline
+from zero3d.tools.sim.stand_ins import SilentAxis
 
 BATCHES = [batch(step) for step in range(3)]
 LORA = {"rank": 4, "targets": ["all-linear"]}

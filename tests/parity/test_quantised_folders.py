@@ -15,10 +15,10 @@ from zero3d.config import Lora, Model, load
 from zero3d.models.open import open_model
 from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.trained import open_trained
-from zero3d.plan.memory import memory
-from zero3d.plan.spec import ParallelPlan
 from zero3d.shards.boxes import boxes, whole
-from zero3d.sim.model_spec import open_spec
+from zero3d.tools.plan.memory import memory
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.model_spec import open_spec
 
 with mock.patch("torch.compile", lambda function=None, **_: function or (lambda each: each)):  # takes seconds
     import bitsandbytes.functional as bnb

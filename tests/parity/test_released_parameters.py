@@ -292,7 +292,7 @@ def following(stage, folder, of_trl):
     """A reference model that follows the one in training, or what is said."""
     from models import hf
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with launched():
         reference = hf("llama")
@@ -361,7 +361,7 @@ def in_two_losses(accelerator, attacks, on):
 def learnt(stage, attacks, on="embedding"):
     import accelerate
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         own = accelerate.Accelerator(cpu=True) if stage is None else Accelerator(stage=stage)
@@ -393,7 +393,7 @@ class Looking(nn.Linear):
 
 def windows_of_what_looks():
     """Losses of two windows of two micro-batches each."""
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         accelerator = Accelerator(stage=0, gradient_accumulation_steps=2)

@@ -148,7 +148,7 @@ def test_sigterm_at_the_command_then_resume_auto(ranks, tmp_path):
     save_rows(tmp_path / "rows.npy")
     made = tree(tmp_path, train={"steps": 40})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
-    command = [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks", "2"]
+    command = [sys.executable, "-m", "zero3d.tools.cli.main", "train", "run.yaml", "--ranks", "2"]
     process = subprocess.Popen(
         [*command, "log.every=1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

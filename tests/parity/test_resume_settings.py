@@ -14,10 +14,10 @@ from models import hf
 from training import save_model, save_rows
 
 from zero3d.checkpoint.resume_contract import Change
-from zero3d.cli.main import main
 from zero3d.config import Config, load
 from zero3d.config.keys import KEYS as OF_FILES
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.tools.cli.main import main
 from zero3d.train.resume import restore
 from zero3d.train.resume_settings import describe, settings_of, with_groups
 from zero3d.train.start import Start

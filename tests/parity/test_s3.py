@@ -16,9 +16,9 @@ from training import field, save_model, save_rows, train, tree
 import zero3d
 from zero3d.checkpoint.copies import Copies, located
 from zero3d.checkpoint.examine import examine
-from zero3d.cli.main import main
 from zero3d.errors import BAD_INPUT, CheckpointError
 from zero3d.stores.store import Store
+from zero3d.tools.cli.main import main
 
 pytestmark = pytest.mark.long
 KILLS = 20

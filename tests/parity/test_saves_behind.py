@@ -243,10 +243,10 @@ def test_a_host_without_room_for_the_copy_is_named_before_anything_is_written(tm
 
 
 def planned_and_held(stage, options):
-    from zero3d.plan.memory import memory
-    from zero3d.plan.saves import copy_bytes
-    from zero3d.plan.spec import ParallelPlan
-    from zero3d.sim.model_spec import trace
+    from zero3d.tools.plan.memory import memory
+    from zero3d.tools.plan.saves import copy_bytes
+    from zero3d.tools.plan.spec import ParallelPlan
+    from zero3d.tools.sim.model_spec import trace
 
     plan = ParallelPlan(dp=2, stage=stage, precision="bf16", asynchronous_saves=True, **options)
     model = hf("qwen3", inner=192)

@@ -34,7 +34,7 @@ def fresh():
 
 def accelerated(sp, by_mesh=False):
     """Losses and rates of an epoch's steps of 4 sequences, the last of 2; what this rank read; places of the last."""
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -65,7 +65,7 @@ def replicas(copies, cut, sp=1):
     """Losses and the mesh of an Accelerator that repeats states."""
     from accelerate import ParallelismConfig
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
@@ -121,7 +121,7 @@ JSON = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", "train_mi
 
 def trained(folder, sp, by_json=False):
     """What a Trainer logs in an epoch, and what this rank read of it."""
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with launched():
         fresh()
@@ -194,7 +194,7 @@ def fine_tuned(folder, sp, adapters=False):
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    from zero3d.integrations.transformers import patch
+    from zero3d.ways.huggingface.transformers import patch
 
     class Supervised(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -262,7 +262,7 @@ def of_launcher(**sizes):
 def alike_as_launched(sizes):
     from accelerate.utils import patch_environment
 
-    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched(), patch_environment(**of_launcher(**sizes)):
         fresh()
@@ -282,8 +282,8 @@ def refused(asked, folder):
     from accelerate import DataLoaderConfiguration, ParallelismConfig
     from accelerate.utils import patch_environment
 
-    from zero3d.integrations.accelerate import Accelerator
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.accelerate import Accelerator
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with launched():
         fresh()

@@ -121,7 +121,7 @@ def run_with(tmp_path, launcher, fault, timeout):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
     paths = os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "zero3d.cli.main", "train", "run.yaml"],
+        [sys.executable, *launcher, "-m", "zero3d.tools.cli.main", "train", "run.yaml"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, "FAULT": fault}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr

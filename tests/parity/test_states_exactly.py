@@ -17,10 +17,10 @@ import zero3d
 from zero3d.config import Optimizer
 from zero3d.memory.arena import STATES
 from zero3d.optim import muon
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.states import states
-from zero3d.setup.optimizer import parameter_groups
-from zero3d.sim.model_spec import outline
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.states import states
+from zero3d.tools.sim.model_spec import outline
+from zero3d.train.setup.optimizer import parameter_groups
 
 FAMILIES = ("llama", "qwen3", "gpt2", "moe")
 MESHES = (

@@ -165,7 +165,7 @@ def test_under_torchrun_each_worker_gets_one_sigterm_and_time_to_save(launcher):
 @pytest.mark.long
 def test_two_tasks_of_srun_form_one_world(tmp_path):
     script = """
-from zero3d.cli.rank_environment import join_environment
+from zero3d.tools.cli.rank_environment import join_environment
 assert join_environment()
 import torch, zero3d
 mesh = zero3d.Mesh(dp=2)

@@ -20,11 +20,11 @@ import zero3d
 from zero3d.checkpoint.copies import Copies, copy_export, is_whole, located
 from zero3d.checkpoint.examine import examine
 from zero3d.checkpoint.folders import complete_steps
-from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.errors import BAD_INPUT, FAULT, CheckpointError, ConfigError, CopyError
 from zero3d.stores.cache import shown
 from zero3d.stores.store import Store
+from zero3d.tools.cli.main import main
 from zero3d.train.folder import Folder
 from zero3d.train.resume_hints import ResumeHints
 

@@ -202,7 +202,7 @@ def test_a_run_with_large_logits_computes_them_in_tiles_and_says_so(ranks, tmp_p
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     whole, plain = ranks(2, told, tree(tmp_path, "whole"))[0]
-    tiled, said = ranks(2, partial(told, zero3d__setup__losses__LOGITS_BUDGET=1), tree(tmp_path, "tiled"))[0]
+    tiled, said = ranks(2, partial(told, zero3d__train__setup__losses__LOGITS_BUDGET=1), tree(tmp_path, "tiled"))[0]
     assert not any("tiled_loss" in line for line in plain)
     (line,) = (line for line in said if "tiled_loss" in line)
     assert "train.tiled_loss=auto: in tiles: 16 tokens x 61 logits take" in line

@@ -226,7 +226,7 @@ def test_a_rank_that_cannot_write_its_part_is_told_by_all(ranks, folder):
 
 def command(folder, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks", "2"],
+        [sys.executable, "-m", "zero3d.tools.cli.main", "train", "run.yaml", "--ranks", "2"],
         cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | environment,
     )  # fmt: skip
 

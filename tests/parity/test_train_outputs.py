@@ -220,7 +220,7 @@ def test_adapters_on_new_weights_are_exported_with_them(tmp_path):
 
 @pytest.mark.long
 def test_a_checkpoint_without_its_base_is_exported_offline_as_the_run_did(ranks, folder, capsys):
-    from zero3d.cli.main import main
+    from zero3d.tools.cli.main import main
 
     made = adapted(folder, "lora", "both", verify=False)
     ranks(2, train, made)

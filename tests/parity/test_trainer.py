@@ -171,7 +171,7 @@ def generating(kind, folder):
     import transformers
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
-    from zero3d.integrations.transformers import patch
+    from zero3d.ways.huggingface.transformers import patch
 
     torch.manual_seed(0)
     config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0,
@@ -229,7 +229,7 @@ UNDECAYED = {"weight_decay": 0.0, "warmup_steps": 4}
     ("with_schedule", "as_file"), [pytest.param(False, True, marks=pytest.mark.long), (True, False)]
 )
 def test_a_json_of_deepspeeds_is_honoured(ranks, tmp_path, undecayed, with_schedule, as_file):
-    from zero3d.integrations.transformers.arguments import json_of
+    from zero3d.ways.huggingface.transformers.arguments import json_of
 
     tree = JSON | OPTIMIZER | (SCHEDULER if with_schedule else {})
     (tmp_path / "ds.json").write_text(json.dumps(tree))
@@ -254,14 +254,14 @@ def test_a_json_of_deepspeeds_is_honoured(ranks, tmp_path, undecayed, with_sched
     ("nowhere.json", "nowhere.json cannot be read"),
 ])  # fmt: skip
 def test_a_json_that_contradicts_the_arguments_is_refused(tmp_path, tree, words):
-    import zero3d.integrations.transformers
+    import zero3d.ways.huggingface.transformers
 
     with launched(), pytest.raises(zero3d.ConfigError, match=words):
         arguments(tmp_path, deepspeed=tree)
 
 
 def test_what_would_shard_a_second_time_is_refused(tmp_path, monkeypatch):
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with pytest.raises(zero3d.ConfigError, match="pass stage=2, not in options"):
         Trainer(hf("llama"), arguments(tmp_path), options={"stage": 2})
@@ -319,7 +319,7 @@ def test_evaluation_alone_needs_no_engine(ranks, tmp_path):
     def evaluated(kind):
         import transformers
 
-        from zero3d.integrations.transformers import Trainer
+        from zero3d.ways.huggingface.transformers import Trainer
 
         made = transformers.Trainer if kind == "plain" else Trainer
         trainer = made(hf("llama"), arguments(tmp_path), eval_dataset=Rows(8, seed=1))
@@ -425,7 +425,7 @@ def short_of_memory(kind, folder):
     """A trainer that finds its batch size: above one sequence it runs out of memory, in the middle of a window."""
     import transformers
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     class Short(transformers.Trainer if kind == "plain" else Trainer):
         def compute_loss(self, model, inputs, *given, **options):
@@ -457,7 +457,7 @@ def used_after_training(folder):
 
     from transformers import TrainerCallback
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     seen = []
 
@@ -495,7 +495,7 @@ def stages_of_training(kind, folder, fails):
     """Losses of two Trainers of one model, one after the other; the first may be interrupted at its third step."""
     import transformers
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     class Interrupts(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **others):
@@ -533,7 +533,7 @@ def bytes_after(folder, trainers):
     from torch._subclasses.fake_tensor import is_fake  # tensors without data, of graphs that a test before has compiled
     from torch.distributed.distributed_c10d import _world
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with launched():
         model, found = hf("llama"), []
@@ -558,7 +558,7 @@ def without_room(folder):
 
     from zero3d.blueprint.auto import Room
     from zero3d.engine import unshard
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with launched():
         model = hf("llama")
@@ -588,7 +588,7 @@ def changed_between(folder, how):
     """A model whose head is replaced, that gets more tokens, or adapters that are merged, between two Trainers."""
     from peft import LoraConfig, get_peft_model
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     def train_on(module, steps=2):
         trainer = Trainer(module, arguments(folder, max_steps=steps), stage=3, train_dataset=Rows(16))
@@ -636,7 +636,7 @@ def groups_after(folder, trainings):
     """Process groups after each training of one Trainer, whose model is made anew for each."""
     from torch.distributed.distributed_c10d import _world
 
-    from zero3d.integrations.transformers import Trainer
+    from zero3d.ways.huggingface.transformers import Trainer
 
     with launched():
         args, found = arguments(folder, max_steps=2), []

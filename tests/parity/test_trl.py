@@ -72,7 +72,7 @@ def script(words):
 def fine_tuned(stage, folder, more=(), sp=1):
     """Losses of the script, in a process that is patched (stage None: not)."""
     import zero3d
-    from zero3d.integrations.transformers import patch
+    from zero3d.ways.huggingface.transformers import patch
 
     options = {"mesh": zero3d.Mesh(sp=sp)} if sp > 1 else {}
     undo = (lambda: None) if stage is None else patch(stage=stage, options=options)
@@ -161,7 +161,7 @@ def preferring(stage, folder, adapters, bits=32, averages=False, **more):
     from peft import LoraConfig
     from trl import BEMACallback, DPOConfig, DPOTrainer
 
-    from zero3d.integrations.transformers import patch
+    from zero3d.ways.huggingface.transformers import patch
 
     undo = (lambda: None) if stage is None else patch(stage=stage)
     try:
@@ -223,7 +223,7 @@ def rewarding(stage, folder):
     from transformers import LlamaConfig, LlamaForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
-    from zero3d.integrations.transformers import patch
+    from zero3d.ways.huggingface.transformers import patch
 
     undo = (lambda: None) if stage is None else patch(stage=stage)
     try:
@@ -260,7 +260,7 @@ def grouped(stage, folder, adapters=False, bits=32):
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    from zero3d.integrations.transformers import patch
+    from zero3d.ways.huggingface.transformers import patch
 
     def reward(completions, **others):
         return [text.count("e") / (1 + len(text)) for text in completions]

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import zero3d
-from zero3d.advice.small_runs import Small, timed_runs
-from zero3d.cli.calibrate import lines, work
-from zero3d.cli.main import main
-from zero3d.plan.calibrate import MEASURED, Sizes, calibrate
-from zero3d.plan.corrected import fitted
-from zero3d.plan.hardware import cluster
-from zero3d.plan.spec_json import to_json
+from zero3d.tools.advice.small_runs import Small, timed_runs
+from zero3d.tools.cli.calibrate import lines, work
+from zero3d.tools.cli.main import main
+from zero3d.tools.plan.calibrate import MEASURED, Sizes, calibrate
+from zero3d.tools.plan.corrected import fitted
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.spec_json import to_json
 
 SMALL = Sizes(side=256, copied=1 << 20, disk=1 << 20, messages=(1 << 16, 1 << 18, 1 << 20))
 SWEPT = ("gpu.matrix", "gpu.half", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk", "host_bandwidth",
@@ -72,9 +72,11 @@ def test_a_profile_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path, 
     monkeypatch.setattr(
         "zero3d.distributed.mesh.Mesh", lambda: SimpleNamespace(world=2, device=SimpleNamespace(type="cpu"))
     )
-    monkeypatch.setattr("zero3d.plan.calibrate.calibrate", lambda *_: replace(cluster("cpu", 2, 1), provenance={}))
-    monkeypatch.setattr("zero3d.advice.small_runs.timed_runs", lambda *_: [])
-    monkeypatch.setattr("zero3d.plan.corrected.fitted", lambda spec, *_: spec)
+    monkeypatch.setattr(
+        "zero3d.tools.plan.calibrate.calibrate", lambda *_: replace(cluster("cpu", 2, 1), provenance={})
+    )
+    monkeypatch.setattr("zero3d.tools.advice.small_runs.timed_runs", lambda *_: [])
+    monkeypatch.setattr("zero3d.tools.plan.corrected.fitted", lambda spec, *_: spec)
     monkeypatch.setenv("RANK", "0")
     file, link = tmp_path / "cluster.json", tmp_path / "link.json"
     file.write_text("before")

@@ -215,11 +215,11 @@ def made(kind, message, cause=None):
 
 def fail_on_rank_1(*error):
     """What each rank raises where rank 1 fails inside `agree`: its class, what is told, who tells it, its exit code."""
-    from zero3d.cli.worker import leave_exception
     from zero3d.distributed.agreement import agree
     from zero3d.distributed.collectives import Comm
     from zero3d.distributed.ledger import Ledger
     from zero3d.memory.arena import Arena
+    from zero3d.tools.cli.worker import leave_exception
 
     def action():
         if dist.get_rank() == 1:
@@ -252,8 +252,8 @@ def test_a_failing_rank_tells_its_own_error_and_all_exit_with_its_code(ranks, er
 
 def leave(kind):
     """Rank 1 goes away as a worker does, of an error if it has one; what rank 0 says of it, and its exit code."""
-    from zero3d.cli.worker import leave_exception
     from zero3d.distributed.axis import leave_note
+    from zero3d.tools.cli.worker import leave_exception
 
     axis = zero3d.Mesh(dp=2).data
     dist.barrier(group=axis.reductions)  # gloo connects rank by rank: one that left now would fail the other's start
@@ -280,11 +280,11 @@ def test_a_rank_that_loses_a_peer_says_first_why_and_exits_with_its_code(ranks, 
 
 def wait_for_one_that_fails(kind):
     """Rank 1 goes away while the others wait in the store: what they say, and with which code they exit."""
-    from zero3d.cli.worker import leave_exception
     from zero3d.distributed import waiting
     from zero3d.distributed.collectives import Comm
     from zero3d.distributed.ledger import Ledger
     from zero3d.memory.arena import Arena
+    from zero3d.tools.cli.worker import leave_exception
 
     waiting.LOOK = 0.1
     with zero3d.Mesh().waiting_room() as everyone:
@@ -312,7 +312,7 @@ def test_ranks_that_wait_in_the_store_hear_of_one_that_fails(ranks, kind, code):
 
 def vanish():
     """Rank 1 is gone without a word, as if it had been killed: the exit code of rank 0."""
-    from zero3d.cli.worker import leave_exception
+    from zero3d.tools.cli.worker import leave_exception
 
     axis = zero3d.Mesh(dp=2).data
     if dist.get_rank() == 0:

@@ -16,7 +16,7 @@ import zero3d
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
 MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 CALLS = {"load", "save"}  # of torch
-RESTRICTED = SRC / "integrations" / "checkpoints" / "restricted.py"  # reads those of other trainers
+RESTRICTED = SRC / "ways" / "checkpoints" / "restricted.py"  # reads those of other trainers
 COLLECTIVES = ("all_gather_object", "gather_object", "_object_list")
 MENTIONED = re.compile(rf"\b({'|'.join(MODULES | CALLS)})\b|({'|'.join(COLLECTIVES)})\b")  # in all that is looked for
 

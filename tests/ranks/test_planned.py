@@ -12,17 +12,17 @@ from torch import nn
 from training import save_rows, train, tree
 
 from zero3d.account.states import engine_bytes
-from zero3d.advice.plan_check import CHECKED_STEP, PlanCheck, check_line, rates_from
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.plan.corrected import corrected, scaled
-from zero3d.plan.emit import plan_of
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.model_spec import open_spec
 from zero3d.spec.text import size
+from zero3d.tools.advice.plan_check import CHECKED_STEP, PlanCheck, check_line, rates_from
+from zero3d.tools.plan.corrected import corrected, scaled
+from zero3d.tools.plan.emit import plan_of
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.model_spec import open_spec
 from zero3d.train.progress import Progress
 from zero3d.watchdog.heartbeat import Heartbeat
 

@@ -20,7 +20,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.engine.foundation import Axes
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.sim.group import FakeAxis
+from zero3d.tools.sim.group import FakeAxis
 from zero3d.zero.tokens import count_gathers
 
 SHARD = 64

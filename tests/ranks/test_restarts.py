@@ -89,7 +89,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_it_ends_with_the_same
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])}
     done = subprocess.run(
-        [*torchrun, "-m", "zero3d.cli.main", "train", "run.yaml", "--resume", "auto"],
+        [*torchrun, "-m", "zero3d.tools.cli.main", "train", "run.yaml", "--resume", "auto"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -175,7 +175,7 @@ def test_under_torchrun_a_rank_that_dp_does_not_take_waits_through_a_restart(ran
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])}
     done = subprocess.run(
-        [*torchrun, "-m", "zero3d.cli.main", "train", "run.yaml", "--resume", "auto"],
+        [*torchrun, "-m", "zero3d.tools.cli.main", "train", "run.yaml", "--resume", "auto"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,11 +23,11 @@ def real(tree):
     from zero3d.config import resolve_batch
     from zero3d.models.packing import forward_options
     from zero3d.models.trained import open_trained
-    from zero3d.setup.build import build_engine
-    from zero3d.setup.inputs import open_mesh
-    from zero3d.sim.images import find_images
-    from zero3d.sim.observe import blank_batches, observe
-    from zero3d.sim.replay import peak_of
+    from zero3d.tools.sim.images import find_images
+    from zero3d.tools.sim.observe import blank_batches, observe
+    from zero3d.tools.sim.replay import peak_of
+    from zero3d.train.setup.build import build_engine
+    from zero3d.train.setup.inputs import open_mesh
 
     config = load(tree)
     mesh = open_mesh(config)
@@ -53,7 +53,7 @@ def real(tree):
 
 
 def dry(tree, rank, world=2):
-    from zero3d.sim.rank import dry_run
+    from zero3d.tools.sim.rank import dry_run
 
     return dry_run(load(tree), rank, world, "gloo", whole=True)
 
@@ -69,7 +69,7 @@ def gather_copies(full, shard, group, async_op=False):
 
 def plain(value):
     """As JSON has it: no tuples."""
-    from zero3d.sim.result import to_json
+    from zero3d.tools.sim.result import to_json
 
     return json.loads(json.dumps(to_json(value)))
 

@@ -164,7 +164,7 @@ def same_bits(made, expected):
 
 def printed_by_launch(capsys, target):
     """What `zero3d launch` prints for two nodes of one process, as a shell would run it on a node."""
-    from zero3d.cli.main import main
+    from zero3d.tools.cli.main import main
 
     assert main(["launch", target, "run.yaml", "--nodes", "2", "--gpus-per-node", "1"]) == 0
     text = capsys.readouterr().out

@@ -122,7 +122,7 @@ def loss_of(model_output, data, dp_group=None):
 
 
 def engine_of(folder, options=None, **changed):
-    from zero3d.integrations.verl import VerlEngine
+    from zero3d.ways.verl import VerlEngine
 
     config = PLAIN | {"local_path": str(folder), "enable_gradient_checkpointing": True} | changed
     optimizer = SimpleNamespace(

@@ -115,7 +115,7 @@ def engine_to_serve():
 def served():
     """What two rounds sent, and weights then."""
     with patch.dict(sys.modules, stand_ins()):
-        from zero3d.integrations.vllm import source
+        from zero3d.ways.vllm import source
 
         engine = engine_to_serve()
         client = Client()
@@ -142,7 +142,7 @@ def test_every_round_sends_the_weights_of_the_step_in_the_order_and_shapes_that_
 def shared():
     """What each rank has to share after a step, in the order and shapes of metadata, and the sender's calls."""
     with patch.dict(sys.modules, stand_ins()):
-        from zero3d.integrations.vllm import source
+        from zero3d.ways.vllm import source
 
         engine, client = engine_to_serve(), Client()
         transfer = Shared(source(engine, every_rank=True), client, is_sender=engine.mesh.rank == 0)

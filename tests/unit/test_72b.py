@@ -21,12 +21,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero3d.account.states import engine_bytes
-from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.memory.arena import STATES
 from zero3d.models.open import Opened, open_model
-from zero3d.setup.build import build_engine
-from zero3d.setup.inputs import open_mesh
+from zero3d.tools.cli.main import main
+from zero3d.train.setup.build import build_engine
+from zero3d.train.setup.inputs import open_mesh
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "72b_128gpu.yaml"
 TP, DP, MICRO_BATCHES = 8, 2, 8

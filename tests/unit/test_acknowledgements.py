@@ -4,7 +4,7 @@ import pytest
 
 from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.in_flight import _under_way, actions_of_rank
+from zero3d.tools.plan.in_flight import _under_way, actions_of_rank
 
 CASES = [("interleaved", 2, 8), ("interleaved", 4, 12), ("zero-bubble", 2, 6), ("zero-bubble", 4, 16), ("zbv", 2, 8),
          ("zbv", 3, 12), ("gpipe", 3, 5)]  # fmt: skip

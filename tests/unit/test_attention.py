@@ -14,8 +14,8 @@ from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.models.build import build
 from zero3d.models.parts import Choice
-from zero3d.setup import attention
-from zero3d.setup.attention import KERNELS, Kernel, check_alike, check_kernel, choose_attention, hub_kernel
+from zero3d.train.setup import attention
+from zero3d.train.setup.attention import KERNELS, Kernel, check_alike, check_kernel, choose_attention, hub_kernel
 
 AMPERE, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
 ON_HUB = KERNELS[2].name
@@ -172,7 +172,9 @@ def run(folder, output, name):
     made = tree(folder, output, precision="bf16", train={"batch": 4, "accumulate": 4})
     kernels = (Kernel(name, "torch", "", ((8, 0), (99, 0))),)
     return told(
-        made, zero3d__setup__attention__card_of=lambda device: HOPPER, zero3d__setup__attention__KERNELS=kernels
+        made,
+        zero3d__train__setup__attention__card_of=lambda device: HOPPER,
+        zero3d__train__setup__attention__KERNELS=kernels,
     )
 
 

@@ -11,14 +11,14 @@ from importlib.util import find_spec
 import pytest
 from lock_holder import locked_by_another
 
-from zero3d.cli import compare, plan_explain, simulate, train as verb
-from zero3d.cli.main import main
-from zero3d.cli.preflight import check_key
 from zero3d.config import Config, load
 from zero3d.data.tokenizers import check_template
 from zero3d.errors import ConfigError
-from zero3d.setup.packages import is_installed
+from zero3d.tools.cli import compare, plan_explain, simulate, train as verb
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.preflight import check_key
 from zero3d.train.lock import FolderLock
+from zero3d.train.setup.packages import is_installed
 
 DEMO = load(verb.config_source(None, [])[1])
 
@@ -167,8 +167,8 @@ AT_ONCE = """
 import json, sys
 from contextlib import redirect_stderr
 from io import StringIO
-from zero3d.cli import train as verb
-from zero3d.cli.main import main
+from zero3d.tools.cli import train as verb
+from zero3d.tools.cli.main import main
 
 verb.run_job = lambda job: print("workers were started") or 99
 for case, words, missing in json.load(sys.stdin):

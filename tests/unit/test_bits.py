@@ -24,12 +24,17 @@ from zero3d.errors import CheckpointError
 from zero3d.models.written_numbers import numbers_of
 from zero3d.spec.bits import DEVICE, ELSEWHERE, FACTS, NCCL, REFUSED
 from zero3d.train.resume_settings import batches_of, settings_of
+from zero3d.train.setup.losses import next_token_loss
 
 OF_FACTS = {key.bits.fact for key in KEYS.values() if key.bits is not None} - {""}
 
 
 def about(tmp_path, engine):
     return json.loads((engine.save(tmp_path) / "manifest.json").read_text())["about"]
+
+
+def test_a_loss_has_the_name_that_older_checkpoints_have():
+    assert name_of(next_token_loss).startswith("zero3d.setup.losses.next_token_loss (")
 
 
 def test_every_row_is_noted_by_an_engine_or_a_run(tmp_path):

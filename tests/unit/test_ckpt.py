@@ -20,9 +20,9 @@ from zero3d.checkpoint import offline_export, stored_states
 from zero3d.checkpoint.difference import compare
 from zero3d.checkpoint.inventory import plan_pruning
 from zero3d.checkpoint.stored_states import StoredStates, statistics
-from zero3d.cli.main import main
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import BAD_INPUT, FAULT, CheckpointError, NonFiniteError, OutOfBudget
+from zero3d.tools.cli.main import main
 from zero3d.train.lock import FolderLock
 
 STEPS = (1, 2, 3)

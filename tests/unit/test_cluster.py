@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from zero3d.cli.rank_environment import from_slurm, hosts, join_environment
 from zero3d.errors import ConfigError
+from zero3d.tools.cli.rank_environment import from_slurm, hosts, join_environment
 
 SRUN = {  # task 5 of 8 on two nodes
     "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5",

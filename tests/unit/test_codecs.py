@@ -12,8 +12,8 @@ from zero3d.models import codecs
 from zero3d.models.codecs import CODECS, weights_under
 from zero3d.models.quantised import Matrix, PackedSource
 from zero3d.shards.boxes import boxes, slices, whole
-from zero3d.sim.memory import NOWHERE, MemoryTracker
 from zero3d.spec.formats import FORMATS
+from zero3d.tools.sim.memory import NOWHERE, MemoryTracker
 
 SHAPES = [(70, 128), (64, 48), (7, 7), (1, 65), (129, 200), (1, 1)]
 

@@ -11,9 +11,9 @@ import pytest
 from lock_holder import locked_by_another
 from rich.console import Console
 
-from zero3d.cli import compare as verb, workers
-from zero3d.cli.main import main
 from zero3d.errors import ConfigError
+from zero3d.tools.cli import compare as verb, workers
+from zero3d.tools.cli.main import main
 from zero3d.train.comparison import as_json, rows, square_root
 from zero3d.train.comparison_plot import draw
 from zero3d.train.comparison_table import show

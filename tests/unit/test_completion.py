@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import zero3d
-from zero3d.cli.completion import SHELLS
-from zero3d.cli.main import main
-from zero3d.cli.verbs import VERBS
 from zero3d.config.keys import KEYS
+from zero3d.tools.cli.completion import SHELLS
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.verbs import VERBS
 
 ASK = """
 source ./script

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from zero3d import config
-from zero3d.cli.main import main
 from zero3d.config import Config, Data, Optimizer, Train, Zero, load, resolve_batch
 from zero3d.config.hints import FOREIGN
 from zero3d.config.keys import KEYS, SECTIONS, value_of
 from zero3d.errors import ConfigError
 from zero3d.spec import declaring
 from zero3d.spec.tiers import tiers_of
+from zero3d.tools.cli.main import main
 from zero3d.train.variants import split_axes
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ import pytest
 from corpora import opened
 from mutations import mutated_load
 
-from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.config.kinds import number_meant
 from zero3d.errors import ConfigError, DataError, short
+from zero3d.tools.cli.main import main
 
 DOUBLED = "".join(f"x{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 20))
 MERGED = "".join(f"x{i}: &a{i}\n  <<: [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 20))

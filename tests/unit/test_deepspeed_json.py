@@ -13,16 +13,16 @@ import yaml
 from deepspeed_jsons import ACCEPTED, REFUSED, TYPOS
 from deepspeed_mutations import check
 
-from zero3d.cli.main import main, parse
 from zero3d.config import load, resolve_batch
 from zero3d.config.keys import KEYS, value_of
 from zero3d.errors import ConfigError
-from zero3d.integrations.deepspeed.document import SYNONYMS, document_of, read_document
-from zero3d.integrations.deepspeed.keys import DOTTED, IDLE, MAPPED, REFUSED as REFUSED_KEYS, SECTIONS
-from zero3d.integrations.deepspeed.merge import load_merged
-from zero3d.integrations.deepspeed.report import as_markdown, as_yaml, lines
-from zero3d.integrations.deepspeed.translate import translate
-from zero3d.plan.hardware import cluster
+from zero3d.tools.cli.main import main, parse
+from zero3d.tools.plan.hardware import cluster
+from zero3d.ways.deepspeed.document import SYNONYMS, document_of, read_document
+from zero3d.ways.deepspeed.keys import DOTTED, IDLE, MAPPED, REFUSED as REFUSED_KEYS, SECTIONS
+from zero3d.ways.deepspeed.merge import load_merged
+from zero3d.ways.deepspeed.report import as_markdown, as_yaml, lines
+from zero3d.ways.deepspeed.translate import translate
 
 
 def read(tmp_path, tree, words):
@@ -123,8 +123,8 @@ def test_an_imported_file_has_what_the_callers_file_said_too(tmp_path, capsys):
 
 
 def test_a_micro_batch_that_nobody_gives_is_the_planners(tmp_path, monkeypatch, capsys):
-    from zero3d.cli import planned_batch
-    from zero3d.cli.train import read as read_words
+    from zero3d.tools.cli import planned_batch
+    from zero3d.tools.cli.train import read as read_words
 
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 48}))

@@ -11,12 +11,12 @@ import torch
 from models import hf
 
 from zero3d.errors import ConfigError
-from zero3d.integrations import deepspeed
-from zero3d.integrations.deepspeed.names import INSTEAD
+from zero3d.ways import deepspeed
+from zero3d.ways.deepspeed.names import INSTEAD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deepspeed-reference.md").read_text()
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
-HERE = "zero3d.integrations.deepspeed"
+HERE = "zero3d.ways.deepspeed"
 
 
 def rows():

@@ -8,8 +8,8 @@ import torch
 
 from zero3d.config import Schedule, load
 from zero3d.errors import ConfigError
-from zero3d.setup.deepspeed_schedules import deepspeed_betas
-from zero3d.setup.schedule import group_settings, rate, reset_settings, scheduler
+from zero3d.train.setup.deepspeed_schedules import deepspeed_betas
+from zero3d.train.setup.schedule import group_settings, rate, reset_settings, scheduler
 
 PEAK, STEPS = 5e-4, 40
 CASES = json.loads((Path(__file__).parents[1] / "data" / "deepspeed_rates.json").read_text())

@@ -13,8 +13,8 @@ from zero3d.config.batch import resolve_batch
 from zero3d.config.keys import KEYS
 from zero3d.distributed.degrees import AXES, FOLDS, Degrees, Place, least_dp
 from zero3d.errors import MeshError
-from zero3d.setup.build import used_axes
 from zero3d.spec.bits import ALWAYS, PLAIN
+from zero3d.train.setup.build import used_axes
 
 
 def test_64_ranks_as_8_pipeline_stages_of_8_tensor_ranks_are_one_replica():

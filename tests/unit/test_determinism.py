@@ -19,9 +19,9 @@ from zero3d.distributed.determinism import device_facts, refusals_named, warn_of
 from zero3d.engine.state import who_adds
 from zero3d.errors import ConfigError
 from zero3d.rng import rng_state, set_rng_state
-from zero3d.setup import inputs
 from zero3d.train import run as train
 from zero3d.train.lock import FolderLock
+from zero3d.train.setup import inputs
 from zero3d.train.start import Start
 
 CUBLAS, GPU = "CUBLAS_WORKSPACE_CONFIG", torch.device("cuda", 1)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero3d.advice.plan_check import check_line, checked_memory
 from zero3d.engine.report import HeldRow
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
+from zero3d.tools.advice.plan_check import check_line, checked_memory
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
 from zero3d.train.device_memory import fullest, host_peak, memory_bytes, memory_peak, process_peak, reserved_bytes
 from zero3d.train.measure import memory_rows
 from zero3d.train.progress import amounts

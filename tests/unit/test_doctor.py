@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from zero3d.cli.main import main
-from zero3d.doctor import versions
-from zero3d.doctor.examine import examine
-from zero3d.doctor.finding import BROKEN, OK, WARNING, Finding, Request
-from zero3d.doctor.network import reach
-from zero3d.doctor.storage import disk
-from zero3d.doctor.table import PROBES, Probe
+from zero3d.tools.cli.main import main
+from zero3d.tools.doctor import versions
+from zero3d.tools.doctor.examine import examine
+from zero3d.tools.doctor.finding import BROKEN, OK, WARNING, Finding, Request
+from zero3d.tools.doctor.network import reach
+from zero3d.tools.doctor.storage import disk
+from zero3d.tools.doctor.table import PROBES, Probe
 
 
 def told(capsys):
@@ -35,7 +35,7 @@ def test_planted_problems_are_named_with_what_to_type(tmp_path, capsys, monkeypa
                  "--port", str(port), "--disk", str(tmp_path), "--json"]  # fmt: skip
         script = (
             "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
-            f"from zero3d.cli.main import main; sys.exit(main({['doctor', *words]!r}))"
+            f"from zero3d.tools.cli.main import main; sys.exit(main({['doctor', *words]!r}))"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
@@ -70,7 +70,7 @@ def test_a_torchvision_of_another_torch_is_named_before_transformers_fails_by_it
 
 def test_a_disk_without_direct_io_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("zero3d.offload.direct_file.DIRECT", 0)
-    monkeypatch.setattr("zero3d.doctor.storage.FILE", 1 << 20)
+    monkeypatch.setattr("zero3d.tools.doctor.storage.FILE", 1 << 20)
     found = disk(Request(disk=str(tmp_path)))
     assert (found.verdict, found.figures["direct"]) == (WARNING, False)
     assert found.text.startswith("no O_DIRECT here")
@@ -165,7 +165,7 @@ def as_root(command):
 
 @pytest.mark.long
 def test_a_small_dev_shm_a_full_disk_and_a_dead_loopback_are_named(tmp_path):
-    doctor = f"{sys.executable} -m zero3d.cli.main doctor --only shm,space,disk,ports --disk {tmp_path} --json"
+    doctor = f"{sys.executable} -m zero3d.tools.cli.main doctor --only shm,space,disk,ports --disk {tmp_path} --json"
     code, found = as_root(
         "mount -t tmpfs -o size=8m none /dev/shm && "
         f"mount -t tmpfs -o size=24m none {tmp_path} && env -u RANK -u MASTER_PORT {doctor}"

@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
-from zero3d.doctor import devices
-from zero3d.doctor.allreduce import DONE, JOINED, STARTED, Outcome, against, judge, reduce_among
-from zero3d.doctor.devices import judge_acs, judge_gpus, judge_nccl, judge_pairs, judge_pinned, outcome_of
-from zero3d.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, Request, exit_code, worst
-from zero3d.doctor.limits import judge_limits
-from zero3d.doctor.network import refuse_interface
-from zero3d.doctor.storage import judge_clocks, judge_disk, judge_shm, judge_space
-from zero3d.doctor.together import Trip, judge_across, judge_skew, judge_trips, merge, reduce_across
-from zero3d.doctor.topology import Bridges, bridges, cards, matrix
-from zero3d.doctor.versions import compare, compare_driver
+from zero3d.tools.doctor import devices
+from zero3d.tools.doctor.allreduce import DONE, JOINED, STARTED, Outcome, against, judge, reduce_among
+from zero3d.tools.doctor.devices import judge_acs, judge_gpus, judge_nccl, judge_pairs, judge_pinned, outcome_of
+from zero3d.tools.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, Request, exit_code, worst
+from zero3d.tools.doctor.limits import judge_limits
+from zero3d.tools.doctor.network import refuse_interface
+from zero3d.tools.doctor.storage import judge_clocks, judge_disk, judge_shm, judge_space
+from zero3d.tools.doctor.together import Trip, judge_across, judge_skew, judge_trips, merge, reduce_across
+from zero3d.tools.doctor.topology import Bridges, bridges, cards, matrix
+from zero3d.tools.doctor.versions import compare, compare_driver
 
 GIB = 1 << 30
 
@@ -346,7 +346,7 @@ def job(folder, ranks, words):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "zero3d.cli.main", "doctor", *words]
+    command = [sys.executable, "-m", "zero3d.tools.cli.main", "doctor", *words]
     started = [
         subprocess.Popen(command, env=shared | {"RANK": str(rank)}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in ranks

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from zero3d.cli.main import main
-from zero3d.doctor.dead_run import FILE, judge_run, of_tree, read_runs
 from zero3d.errors import ConfigError
+from zero3d.tools.cli.main import main
+from zero3d.tools.doctor.dead_run import FILE, judge_run, of_tree, read_runs
 from zero3d.watchdog.block import Block
 from zero3d.watchdog.monitor import Facts
 from zero3d.watchdog.waits import RankState, find_culprits, find_waits

@@ -35,15 +35,15 @@ from training import save_model
 from transformers import CONFIG_MAPPING
 
 import zero3d
-from zero3d.cli import compare
-from zero3d.cli.main import main, parse
-from zero3d.cli.preflight import check_positions, check_world
-from zero3d.cli.train import check, read
-from zero3d.cli.verbs import VERBS
-from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.config.keys import KEYS
 from zero3d.models.presets import PRESETS
+from zero3d.tools.cli import compare
+from zero3d.tools.cli.main import main, parse
+from zero3d.tools.cli.preflight import check_positions, check_world
+from zero3d.tools.cli.train import check, read
+from zero3d.tools.cli.verbs import VERBS
+from zero3d.tools.cli.workers import ranks_here
 from zero3d.train.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]

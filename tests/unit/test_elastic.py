@@ -13,15 +13,15 @@ from attempts import until
 from torch.distributed import TCPStore
 
 from zero3d.blueprint.layout import CANONICAL
-from zero3d.cli import elastic, spare_ranks
-from zero3d.cli.elastic import Course, Job, Slots, is_fault, run_job
-from zero3d.cli.rank_environment import narrowed
 from zero3d.config import EXACT_DP, asked_degrees, fitting_dp, fitting_ranks, load, zero_of
 from zero3d.distributed.degrees import Degrees
 from zero3d.distributed.mesh import _launched
 from zero3d.errors import ConfigError, MeshError, Zero3dError
-from zero3d.plan.emit import plan_of
-from zero3d.setup.build import fitting_zero
+from zero3d.tools.cli import elastic, spare_ranks
+from zero3d.tools.cli.elastic import Course, Job, Slots, is_fault, run_job
+from zero3d.tools.cli.rank_environment import narrowed
+from zero3d.tools.plan.emit import plan_of
+from zero3d.train.setup.build import fitting_zero
 from zero3d.train.start import Start
 
 HERE = Path(__file__).parents[1]
@@ -291,10 +291,10 @@ def test_a_run_goes_on_in_the_folder_that_it_has_chosen(tmp_path):
 @pytest.fixture
 def attempts(tmp_path, monkeypatch, capfd):
     """attempts(plan, *words, ...) -> the exit code, what workers of each attempt were given, and stderr."""
-    monkeypatch.setattr("zero3d.cli.workers.LAST_WORDS", 0.0)
-    monkeypatch.setattr("zero3d.cli.workers.POLL", 0.01)
+    monkeypatch.setattr("zero3d.tools.cli.workers.LAST_WORDS", 0.0)
+    monkeypatch.setattr("zero3d.tools.cli.workers.POLL", 0.01)
     monkeypatch.setattr(
-        "zero3d.cli.workers.describe_kill", lambda number, _: f"killed by {signal.Signals(number).name}"
+        "zero3d.tools.cli.workers.describe_kill", lambda number, _: f"killed by {signal.Signals(number).name}"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
 
@@ -363,7 +363,7 @@ def test_a_rank_that_dies_twice_before_a_step_ends_the_restarts(attempts):
 
 
 def test_a_stall_that_names_nobody_costs_nobody_a_slot(attempts, tmp_path, monkeypatch):
-    from zero3d.cli import workers
+    from zero3d.tools.cli import workers
 
     supervise, calls = workers.supervise, []
 

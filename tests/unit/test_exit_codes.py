@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import zero3d.errors
-from zero3d.cli.worker import leave_exception
 from zero3d.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +27,7 @@ from zero3d.errors import (
     TokenError,
     Zero3dError,
 )
+from zero3d.tools.cli.worker import leave_exception
 
 CODES = {
     ConfigError: 2, MeshError: 2, DataError: 2, CheckpointError: 2, CopyError: 2, RetiredFormatError: 2,
@@ -77,7 +77,9 @@ def test_a_launcher_that_looks_at_any_moment_finds_a_whole_error_file_or_none(tm
             opened.write(text)
 
     monkeypatch.setattr(Path, "write_text", write_text)
-    monkeypatch.setattr("zero3d.cli.worker.notify_peers", lambda *_: None)  # other tests of this process are no peers
+    monkeypatch.setattr(
+        "zero3d.tools.cli.worker.notify_peers", lambda *_: None
+    )  # other tests of this process are no peers
     assert leave_exception(ConfigError("x")) == 2
     assert seen == [False]
     assert json.loads(file.read_text())["message"]["message"] == "ConfigError: x"
@@ -89,8 +91,8 @@ def test_a_launcher_that_looks_at_any_moment_finds_a_whole_error_file_or_none(tm
     (RuntimeError("a bug of the program's"), "OrderError: rank 0 waits", "RuntimeError: a bug of the program's"),
 ])  # fmt: skip
 def test_a_collective_of_the_programs_that_was_ended_is_reported_by_its_reason(monkeypatch, raised, note, told):
-    from zero3d.cli import worker
     from zero3d.distributed import axis
+    from zero3d.tools.cli import worker
 
     monkeypatch.setattr(axis, "read_note", lambda: note)
     found = worker._reason_of(raised)

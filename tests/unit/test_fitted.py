@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from zero3d.plan.calibrate import fit_products
-from zero3d.plan.corrected import Timed, farthest, fitted, profile
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.shapes import llama
-from zero3d.plan.spec import Gpu, Link, MeasuredStep, ParallelPlan
+from zero3d.tools.plan.calibrate import fit_products
+from zero3d.tools.plan.corrected import Timed, farthest, fitted, profile
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.shapes import llama
+from zero3d.tools.plan.spec import Gpu, Link, MeasuredStep, ParallelPlan
 
 MEASURED = replace(
     cluster("cpu", 2, 1),

@@ -16,10 +16,10 @@ import torch
 from models import adamw, batch, hf, loss_of
 
 import zero3d
-from zero3d.cli.main import main
-from zero3d.integrations.checkpoints import dcp, deepspeed
-from zero3d.integrations.checkpoints.archives import map_file, read_torch
-from zero3d.integrations.checkpoints.restricted import Inert
+from zero3d.tools.cli.main import main
+from zero3d.ways.checkpoints import dcp, deepspeed
+from zero3d.ways.checkpoints.archives import map_file, read_torch
+from zero3d.ways.checkpoints.restricted import Inert
 
 RAN = []
 OURS = "zero3d_test_fragments"

@@ -174,10 +174,10 @@ def test_json_that_is_none_is_an_error_of_ours(saved, text):
 
 def train(words):
     """A rank's `zero3d train WORDS` with yes on stdin: its exit code, and what it said."""
-    from zero3d.cli.main import main
+    from zero3d.tools.cli.main import main
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    leaving = mock.patch("zero3d.cli.worker.os._exit", sys.exit)
+    leaving = mock.patch("zero3d.tools.cli.worker.os._exit", sys.exit)
     with (
         leaving,
         mock.patch("faulthandler.enable"),

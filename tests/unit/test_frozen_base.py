@@ -12,8 +12,8 @@ from tensors import tiny
 
 import zero3d
 from zero3d.checkpoint.frozen_base import BLOCK_BYTES, BLOCKS, digest_of
-from zero3d.cli.main import main
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.tools.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ import zero3d
 from zero3d.account.states import gradient_bytes
 from zero3d.memory.arena import Arena
 from zero3d.optim import adamw8bit, muon
-from zero3d.plan.memory import instants
-from zero3d.plan.rank_model import rank_model
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.states import states
-from zero3d.plan.windows import backwards
+from zero3d.tools.plan.memory import instants
+from zero3d.tools.plan.rank_model import rank_model
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.states import states
+from zero3d.tools.plan.windows import backwards
 from zero3d.zero.gradient_memory import GradientMemory
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zero3d.cli.main import main
 from zero3d.errors import CheckpointError
-from zero3d.integrations.checkpoints import dcp, deepspeed
-from zero3d.integrations.checkpoints.archives import map_file, read_torch
-from zero3d.integrations.checkpoints.restricted import DEEPEST, read_pickle
+from zero3d.tools.cli.main import main
+from zero3d.ways.checkpoints import dcp, deepspeed
+from zero3d.ways.checkpoints.archives import map_file, read_torch
+from zero3d.ways.checkpoints.restricted import DEEPEST, read_pickle
 
 WIDE, DEEP = torch.arange(12.0).reshape(4, 3), 20_000
 FILE = "__0_0.distcp"

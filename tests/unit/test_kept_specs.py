@@ -1,15 +1,17 @@
 """Specs of traced models that are kept on disk: what is read is what a trace finds, and when a model is traced anew."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from zero3d.cli import kept_specs
+import zero3d
 from zero3d.config import Lora
 from zero3d.errors import ConfigError
 from zero3d.models.presets import PRESETS
-from zero3d.plan.shapes import gpt
-from zero3d.sim import model_spec
+from zero3d.tools.cli import kept_specs
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.sim import model_spec
 
 
 @pytest.fixture
@@ -45,6 +47,22 @@ def test_other_lengths_settings_and_configs_are_traced_anew(traced, tmp_path):
         for _ in range(2):
             assert kept_specs.open_spec(str(file), 32, **settings).length == 32
     assert [length for _, length, _ in traced] == [64, 64, 32, 32, 32, 32]
+
+
+def test_a_change_of_any_file_of_the_library_or_of_the_tools_is_traced_anew(traced, tmp_path, monkeypatch):
+    package = Path(zero3d.__file__).parent
+    files = [
+        package / name for name in ("engine/engine.py", "errors.py", "tools/sim/model_spec.py", "tools/cli/main.py")
+    ]
+    for file in files:
+        stamp = kept_specs._stamp
+        kept_specs.open_spec("demo", 32)
+        monkeypatch.setattr(
+            kept_specs, "_stamp", lambda each, file=file, stamp=stamp: (-1,) if each == file else stamp(each)
+        )
+        kept_specs.open_spec("demo", 32)
+        monkeypatch.setattr(kept_specs, "_stamp", stamp)
+    assert len(traced) == 1 + len(files)
 
 
 def test_a_file_that_cannot_be_read_is_made_anew_and_a_folder_that_cannot_be_written_is_left(

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zero3d.cli.launch import sizes
-from zero3d.cli.main import main, parse
-from zero3d.cli.train import as_words
-from zero3d.cli.worker import report_output
-from zero3d.cli.workers import RANKS, Worker, chosen_output, environment, ranks_here, resume_command
 from zero3d.config import Mesh
+from zero3d.tools.cli.launch import sizes
+from zero3d.tools.cli.main import main, parse
+from zero3d.tools.cli.train import as_words
+from zero3d.tools.cli.worker import report_output
+from zero3d.tools.cli.workers import RANKS, Worker, chosen_output, environment, ranks_here, resume_command
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
 NASTY = ["data.train=my files/it's; touch spilt", "output=$(whoami)/`id`/$HOME"]

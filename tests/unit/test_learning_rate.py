@@ -6,7 +6,7 @@ import pytest
 
 from zero3d.config import Schedule, load
 from zero3d.errors import ConfigError
-from zero3d.setup.schedule import rate
+from zero3d.train.setup.schedule import rate
 
 STEPS = 100
 

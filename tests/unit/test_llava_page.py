@@ -10,7 +10,7 @@ from zero3d.config import load
 from zero3d.config.keys import KEYS
 from zero3d.errors import ConfigError
 from zero3d.models.chain import find_chain
-from zero3d.sim.images import find_images
+from zero3d.tools.sim.images import find_images
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

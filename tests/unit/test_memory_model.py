@@ -27,11 +27,11 @@ from by_hand import (
 )
 
 from zero3d.memory.scratch import group_elements
-from zero3d.plan.footprint import footprints
-from zero3d.plan.hardware import cluster
-from zero3d.plan.memory import instants, memory
-from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 from zero3d.spec.offload import Offload
+from zero3d.tools.plan.footprint import footprints
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.memory import instants, memory
+from zero3d.tools.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
 # --- one rank class, at stage 3 -------------------------------------------------------------------
 # bf16 weights (2 bytes) are gathered; local gradients wait in buckets (2) and travel as they are: the terms of all

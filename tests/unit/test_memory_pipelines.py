@@ -23,10 +23,10 @@ from by_hand import (
     model_of,
 )
 
-from zero3d.plan.in_flight import moments
-from zero3d.plan.memory import _Ranks, memory
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
+from zero3d.tools.plan.in_flight import moments
+from zero3d.tools.plan.memory import _Ranks, memory
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
 
 PIPE = {"stage": 0, "pp": 2, "accumulate": 4}
 STATE = 2 * TOKENS * HIDDEN  # a hidden state between parts, and its gradient

@@ -5,10 +5,10 @@ from by_hand import BLOCK, BLOCKS, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.plan.emit import plan_of, train_config
-from zero3d.plan.saves import copy_bytes
-from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
-from zero3d.plan.states import states
+from zero3d.tools.plan.emit import plan_of, train_config
+from zero3d.tools.plan.saves import copy_bytes
+from zero3d.tools.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
+from zero3d.tools.plan.states import states
 
 
 @pytest.mark.parametrize(("precision", "widths"), [

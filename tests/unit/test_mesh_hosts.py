@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 
-from zero3d.cli.rank_environment import from_slurm
 from zero3d.config import load
 from zero3d.distributed.choice import REDUCTIONS, choose_algorithm
 from zero3d.distributed.degrees import Degrees
-from zero3d.plan import ParallelPlan
-from zero3d.plan.hardware import cluster
-from zero3d.plan.states import with_algorithm
 from zero3d.tensor_parallel.parallelize import warn_across_hosts
 from zero3d.tensor_parallel.traffic import Region
+from zero3d.tools.cli.rank_environment import from_slurm
+from zero3d.tools.plan import ParallelPlan
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.states import with_algorithm
 
 HIDDEN, WIDTH = 4096, 2
 LAYER = [Region(name, *ops, HIDDEN) for name, ops in
@@ -89,7 +89,7 @@ def test_terms_are_sent_where_they_are_no_more_bytes_between_hosts(backend, size
 
 def chosen_by_engines(plans):
     from zero3d.engine.foundation import Axes
-    from zero3d.sim.group import FakeMesh, fake_group
+    from zero3d.tools.sim.group import FakeMesh, fake_group
 
     found = []
     for (pp, dp, tp), per_host in plans:

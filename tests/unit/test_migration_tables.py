@@ -12,7 +12,7 @@ import yaml
 
 from zero3d.config import load
 from zero3d.config.keys import KEYS
-from zero3d.integrations.deepspeed.keys import DOTTED as KNOWN
+from zero3d.ways.deepspeed.keys import DOTTED as KNOWN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
 ROW = re.compile(r"^\| `(.+)` \| `(.+=.+)` \|$", re.M)

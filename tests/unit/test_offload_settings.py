@@ -5,13 +5,13 @@ import torch
 from models import build
 
 import zero3d
-from zero3d.cli.main import main
 from zero3d.config import Config, Offload as Section, Zero, check, load, offload_of, to_yaml
 from zero3d.offload.states import check_moments
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import refusals
 from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import tiers_of
+from zero3d.tools.cli.main import main
 from zero3d.train.variants import check_variants, split_axes, variants
 
 
@@ -125,7 +125,7 @@ REFUSED = [  # overrides, the key that is named, what to type
 
 @pytest.mark.parametrize(("words", "named", "remedy"), REFUSED)
 def test_a_run_is_refused_in_one_line_before_it_starts(words, named, remedy, monkeypatch, capsys):
-    monkeypatch.setattr("zero3d.cli.train.run_job", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("zero3d.tools.cli.train.run_job", lambda *_: pytest.fail("ranks were started"))
     assert main(["train", *words]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1

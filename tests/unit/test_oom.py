@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from zero3d.cli.oom import describe_kill, oom_kills
+from zero3d.tools.cli.oom import describe_kill, oom_kills
 
 
 def system(root, kills, v2=True, limit="2000000000"):

@@ -9,7 +9,7 @@ from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.optim.eight_bit import AdamW8bit
 from zero3d.optim.muon_optimizer import MuonRule
-from zero3d.setup.optimizer import norms_and_biases, of_one_dimension, optimizer_of, parameter_groups
+from zero3d.train.setup.optimizer import norms_and_biases, of_one_dimension, optimizer_of, parameter_groups
 
 RUN = {"model": {"path": "demo"}, "data": {"train": "stdlib", "tokenizer": "bytes"}}
 

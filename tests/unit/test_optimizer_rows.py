@@ -9,9 +9,9 @@ import torch
 
 from zero3d.blueprint.layout import ALIGN, GROUP
 from zero3d.config.sections import Optimizer
-from zero3d.setup.optimizer import optimizer_of
 from zero3d.spec.dtypes import BF16, FP32, FP64
 from zero3d.spec.optimizer import ALL, MATRICES, NAMES, OPTIMIZERS, REST, host_can_update, why_not_on_host
+from zero3d.train.setup.optimizer import optimizer_of
 
 
 def after_a_step(name, matrix):

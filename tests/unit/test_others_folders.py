@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zero3d.errors import CheckpointError
-from zero3d.integrations.accelerate.others import Order, _fitted, reader_of
-from zero3d.integrations.checkpoints.plain import Live, states_of
+from zero3d.ways.checkpoints.plain import Live, states_of
+from zero3d.ways.huggingface.accelerate.others import Order, _fitted, reader_of
 
 STEPS = 3
 

@@ -14,13 +14,13 @@ from full_disks import limited
 from lock_holder import locked_by_another
 from shared_places import places
 
-from zero3d.cli import elastic, worker, workers
-from zero3d.cli.elastic import Job, run_job
-from zero3d.cli.workers import launch
 from zero3d.config import Config
 from zero3d.errors import ConfigError
 from zero3d.memory.file_lock import FileLock, holder, is_held
 from zero3d.reading import Unreadable, read_bytes
+from zero3d.tools.cli import elastic, worker, workers
+from zero3d.tools.cli.elastic import Job, run_job
+from zero3d.tools.cli.workers import launch
 from zero3d.train.folder import Folder
 from zero3d.train.lock import LOCK, FolderLock
 from zero3d.train.start import Start

@@ -12,21 +12,21 @@ from xml.etree import ElementTree
 import pytest
 from markupsafe import escape
 
-from zero3d.cli.main import main
 from zero3d.distributed.degrees import Degrees
-from zero3d.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
-from zero3d.page.plan_page import front, plan_page
-from zero3d.page.plan_text import Answer, around, headline
-from zero3d.page.simulation_page import simulation_page
-from zero3d.page.svg import Scale
-from zero3d.plan.hardware import cluster
-from zero3d.plan.ladder import ladder
-from zero3d.plan.search import Rejection, Row, SearchResult, Target
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
-from zero3d.plan.timeline import order
-from zero3d.plan.what_if import what_if
-from zero3d.sim.result import (
+from zero3d.tools.cli.main import main
+from zero3d.tools.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
+from zero3d.tools.page.plan_page import front, plan_page
+from zero3d.tools.page.plan_text import Answer, around, headline
+from zero3d.tools.page.simulation_page import simulation_page
+from zero3d.tools.page.svg import Scale
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.ladder import ladder
+from zero3d.tools.plan.search import Rejection, Row, SearchResult, Target
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import Estimate, Memory, ParallelPlan, Seconds
+from zero3d.tools.plan.timeline import order
+from zero3d.tools.plan.what_if import what_if
+from zero3d.tools.sim.result import (
     FlopCount,
     Instant,
     LiveTensor,

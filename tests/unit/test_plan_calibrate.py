@@ -4,8 +4,8 @@ from math import isclose
 
 import pytest
 
-from zero3d.plan.calibrate import MESSAGES, fit
-from zero3d.plan.hardware import named
+from zero3d.tools.plan.calibrate import MESSAGES, fit
+from zero3d.tools.plan.hardware import named
 
 
 @pytest.mark.parametrize(("n", "bandwidth", "latency"), [(2, 2e9, 50e-6), (8, 100e9, 4e-6), (4, 1e9, 0.0)])

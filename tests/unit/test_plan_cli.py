@@ -6,14 +6,14 @@ from functools import lru_cache
 
 import pytest
 
-from zero3d.cli.main import main
-from zero3d.cli.plan_options import tokens_of
 from zero3d.config import Lora, load
 from zero3d.errors import ConfigError
-from zero3d.page.plan_text import shown_instants
-from zero3d.plan.hardware import CATALOGUE
-from zero3d.plan.margin import Range
-from zero3d.sim import model_spec
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.plan_options import tokens_of
+from zero3d.tools.page.plan_text import shown_instants
+from zero3d.tools.plan.hardware import CATALOGUE
+from zero3d.tools.plan.margin import Range
+from zero3d.tools.sim import model_spec
 
 DEMO = ["demo", "--gpus", "2", "--gpu", "cpu", "--seq", "128", "--tokens-per-batch", "1024"]
 KNOWN = lru_cache(model_spec.open_spec)

@@ -7,14 +7,14 @@ import pytest
 
 from zero3d.config import load
 from zero3d.errors import ConfigError, MeshError
-from zero3d.plan.emit import plan_of, train_config
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ORDER, PLAN_KEYWORDS, ParallelPlan
-from zero3d.plan.spec_json import from_json, to_json
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.sections import SECTIONS, planned
 from zero3d.spec.zero import Zero
+from zero3d.tools.plan.emit import plan_of, train_config
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ORDER, PLAN_KEYWORDS, ParallelPlan
+from zero3d.tools.plan.spec_json import from_json, to_json
 
 MODEL = gpt(8, 64, 8, 128, 32)
 KEYS = [(name, *place) for name, place in PLAN_KEYWORDS.items() if place[1]]

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from zero3d.cli.main import main, parse
-from zero3d.cli.planned_links import planned_links
-from zero3d.cli.train import read
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.links import crosses, fastest, ways
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim import model_spec
+from zero3d.tools.cli.main import main, parse
+from zero3d.tools.cli.planned_links import planned_links
+from zero3d.tools.cli.train import read
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.links import crosses, fastest, ways
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim import model_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "two_slow_hosts.yaml"
 MODEL = gpt(layers=4, hidden=256, heads=4, vocab=1024, length=64)

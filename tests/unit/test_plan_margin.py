@@ -5,15 +5,15 @@ import re
 
 import pytest
 
-from zero3d.cli.main import main
-from zero3d.cli.plan_options import margin_of
 from zero3d.errors import ConfigError
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.margin import MARGIN, Range, ends, usable
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
 from zero3d.spec.text import binary
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.plan_options import margin_of
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.margin import MARGIN, Range, ends, usable
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
 
 MODEL = gpt(8, 1024, 16, 50304, 2048)
 PLACE = cluster("rtx-3090", 1, 1)

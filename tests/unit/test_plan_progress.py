@@ -6,14 +6,14 @@ from io import StringIO
 
 import pytest
 
-from zero3d.cli import plan, progress
-from zero3d.cli.main import main
-from zero3d.cli.plan import search_text
-from zero3d.cli.progress import STOPPED, ProgressLine
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.search import Progress, Target, search
-from zero3d.plan.shapes import gpt
+from zero3d.tools.cli import plan, progress
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.plan import search_text
+from zero3d.tools.cli.progress import STOPPED, ProgressLine
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.search import Progress, Target, search
+from zero3d.tools.plan.shapes import gpt
 
 MODEL, PLACE, TARGET = gpt(2, 256, 4, 1024, 256), cluster("a100-80", 2), Target(8, 60e9)
 

@@ -11,12 +11,14 @@ import pytest
 from zero3d.account.states import engine_bytes
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.plan.emit import deepspeed_config, plan_of, train_config
-from zero3d.plan.estimate import device_at_least, evaluate
-from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
-from zero3d.plan.hardware import cluster
-from zero3d.plan.ladder import RULE, differs, ladder
-from zero3d.plan.search import (
+from zero3d.sequence.shares import Sharing
+from zero3d.spec.offload import Offload
+from zero3d.tools.plan.emit import deepspeed_config, plan_of, train_config
+from zero3d.tools.plan.estimate import device_at_least, evaluate
+from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.ladder import RULE, differs, ladder
+from zero3d.tools.plan.search import (
     ACTIVATIONS,
     LONG,
     PIPELINES,
@@ -29,12 +31,10 @@ from zero3d.plan.search import (
     shares,
     tp_refused,
 )
-from zero3d.plan.shapes import gpt, llama
-from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds, Weight
-from zero3d.plan.time import faster_reduction
-from zero3d.plan.what_if import Moved, what_if
-from zero3d.sequence.shares import Sharing
-from zero3d.spec.offload import Offload
+from zero3d.tools.plan.shapes import gpt, llama
+from zero3d.tools.plan.spec import Estimate, Memory, ParallelPlan, Seconds, Weight
+from zero3d.tools.plan.time import faster_reduction
+from zero3d.tools.plan.what_if import Moved, what_if
 
 MODEL = gpt(8, 1024, 16, 50304, 1024)
 A100 = cluster("a100-80", 16, 2)

@@ -4,16 +4,16 @@ import pytest
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.page.plan_page import plan_page
-from zero3d.page.plan_text import Answer, as_json, as_text, row_json
-from zero3d.plan.emit import deepspeed_config, plan_of, train_config
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.ladder import ladder
-from zero3d.plan.search import Target, ep_refused, search, ways
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.what_if import what_if
-from zero3d.sim.model_spec import open_spec
+from zero3d.tools.page.plan_page import plan_page
+from zero3d.tools.page.plan_text import Answer, as_json, as_text, row_json
+from zero3d.tools.plan.emit import deepspeed_config, plan_of, train_config
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.ladder import ladder
+from zero3d.tools.plan.search import Target, ep_refused, search, ways
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.what_if import what_if
+from zero3d.tools.sim.model_spec import open_spec
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_knob_turns_ep(spec, found):
 def test_presets_have_the_published_shapes(preset, params, experts, chosen):
     from zero3d.config import Config, Model
     from zero3d.models.trained import open_trained
-    from zero3d.sim.model_spec import outline
+    from zero3d.tools.sim.model_spec import outline
 
     model = outline(open_trained(Config(model=Model(path=preset, init="random"))).module, 128)
     assert model.params == pytest.approx(params, rel=1e-3)

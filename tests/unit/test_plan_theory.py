@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zero3d.cli.main import main
+from zero3d.tools.cli.main import main
 
 PAPER = {  # Rajbhandari et al. (2020), figure 1: 7.5B parameters, 64 GPUs, K = 12
     "0": ("120 GB", 120e9, "100 %"),
@@ -134,9 +134,9 @@ def test_the_refusal_says_what_to_type(capsys):
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "--theory"]], ids=" ".join)
 def test_help_and_theory_import_no_torch(words):
-    run = [sys.executable, "-X", "importtime", "-m", "zero3d.cli.main", *words]
+    run = [sys.executable, "-X", "importtime", "-m", "zero3d.tools.cli.main", *words]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "zero3d.cli" in imported
+    assert "zero3d.tools.cli" in imported
     assert not {"torch", "numpy", "rich", "transformers"} & imported

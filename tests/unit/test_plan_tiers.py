@@ -9,26 +9,32 @@ from blueprints import unit_plan
 from by_hand import BLOCK, DOWN, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 
 from zero3d.blueprint.places import UnitStates, placed_records
-from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.offload.rounding import TILE
-from zero3d.page import plan_text
-from zero3d.page.plan_page import plan_page
-from zero3d.plan.emit import deepspeed_config, plan_of, train_config
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.ladder import RULE, ladder
-from zero3d.plan.memory import NOISE, memory
-from zero3d.plan.search import Row, Target, search
-from zero3d.plan.shapes import gpt, of_params
-from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
-from zero3d.plan.states import check_rules, states
-from zero3d.plan.tier_time import chosen_executor, executor_seconds, gradient_seconds, read_seconds, update_seconds
-from zero3d.plan.time import step_seconds
-from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import tiers_of
+from zero3d.tools.cli.main import main
+from zero3d.tools.page import plan_text
+from zero3d.tools.page.plan_page import plan_page
+from zero3d.tools.plan.emit import deepspeed_config, plan_of, train_config
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.ladder import RULE, ladder
+from zero3d.tools.plan.memory import NOISE, memory
+from zero3d.tools.plan.search import Row, Target, search
+from zero3d.tools.plan.shapes import gpt, of_params
+from zero3d.tools.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
+from zero3d.tools.plan.states import check_rules, states
+from zero3d.tools.plan.tier_time import (
+    chosen_executor,
+    executor_seconds,
+    gradient_seconds,
+    read_seconds,
+    update_seconds,
+)
+from zero3d.tools.plan.time import step_seconds
+from zero3d.tools.plan.what_if import what_if
 
 PARAMS = 4 * BLOCK + 2 * ENDS
 A100 = cluster("a100-80", 8)
@@ -270,7 +276,7 @@ def test_weights_are_read_for_every_gather_at_the_slower_rate():
 
 
 def test_what_the_next_forward_hides_is_not_seen():
-    from zero3d.plan.profiles import profile
+    from zero3d.tools.plan.profiles import profile
 
     pace, model = profile("zero3d").pace, gpt(24, 2048, 16, 50304, 2048)
 

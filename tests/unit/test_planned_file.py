@@ -6,12 +6,12 @@ from functools import lru_cache
 import pytest
 import yaml
 
-from zero3d.cli.main import main
-from zero3d.cli.planned_file import RunFile
 from zero3d.config import load
-from zero3d.plan.footprint import tiles_loss
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim import model_spec
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.planned_file import RunFile
+from zero3d.tools.plan.footprint import tiles_loss
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim import model_spec
 
 FILE = {
     "output": "runs/mine",

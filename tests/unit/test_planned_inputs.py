@@ -6,14 +6,14 @@ import pytest
 
 from zero3d.activations.policy import recompute_arithmetic
 from zero3d.config import load
-from zero3d.plan import evaluate, formulas
-from zero3d.plan.emit import plan_of, train_config
-from zero3d.plan.footprint import footprints
-from zero3d.plan.hardware import cluster
-from zero3d.plan.memory import memory
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.traffic import rank_traffic
+from zero3d.tools.plan import evaluate, formulas
+from zero3d.tools.plan.emit import plan_of, train_config
+from zero3d.tools.plan.footprint import footprints
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.memory import memory
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.traffic import rank_traffic
 
 GB = 10**9
 GPT2 = gpt(48, 1600, 25, 50304, 1024)  # 1.5B

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from zero3d.plan.constants import CONSTANTS, KERNEL_CONSTANTS, SYSTEM_CONSTANTS, VALUES, constant, fitted
-from zero3d.plan.kernels import KERNELS, Kernels
-from zero3d.plan.profiles import PROFILES, profiles
+from zero3d.tools.plan.constants import CONSTANTS, KERNEL_CONSTANTS, SYSTEM_CONSTANTS, VALUES, constant, fitted
+from zero3d.tools.plan.kernels import KERNELS, Kernels
+from zero3d.tools.plan.profiles import PROFILES, profiles
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -61,14 +61,14 @@ def test_a_kernels_constant_is_what_kernels_take(each):
         "states",
         "rank_model",
         "traffic",
-        "../activations/policy",
-        "../pipeline/actions",
+        "../../activations/policy",
+        "../../pipeline/actions",
         "ladder",
         "estimate",
     ],
 )
 def test_no_number_of_its_own_stands_in_the_code_that_plans(file):
-    tree = ast.parse((ROOT / "src" / "zero3d" / "plan" / f"{file}.py").read_text())
+    tree = ast.parse((ROOT / "src" / "zero3d" / "tools" / "plan" / f"{file}.py").read_text())
     named = [
         ast.unparse(node)
         for node in tree.body

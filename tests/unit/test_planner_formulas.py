@@ -8,7 +8,7 @@ import pytest
 
 from zero3d.account.states import paper_bytes
 from zero3d.errors import ConfigError
-from zero3d.plan import formulas
+from zero3d.tools.plan import formulas
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 GIB, TIB = 2**30, 2**40

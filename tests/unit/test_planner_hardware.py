@@ -5,10 +5,10 @@ import json
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.plan.hardware import CATALOGUE, cluster
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
-from zero3d.plan.spec_json import from_json, to_json
+from zero3d.tools.plan.hardware import CATALOGUE, cluster
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec_json import from_json, to_json
 
 
 def test_every_card_makes_a_cluster_of_its_usual_nodes():

@@ -3,8 +3,8 @@
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.plan.formulas import layer_activations, parameters, step_flops
-from zero3d.plan.shapes import gpt, llama, of_params
+from zero3d.tools.plan.formulas import layer_activations, parameters, step_flops
+from zero3d.tools.plan.shapes import gpt, llama, of_params
 
 
 @pytest.mark.parametrize(

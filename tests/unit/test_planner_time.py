@@ -8,11 +8,11 @@ from zero3d.config import load
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
-from zero3d.plan import Estimate, ParallelPlan, evaluate
-from zero3d.plan.emit import plan_of, train_config
-from zero3d.plan.hardware import cluster
-from zero3d.plan.kernels import IMBALANCE, CardRates, Kernels, digest, part_work
-from zero3d.plan.network import (
+from zero3d.tools.plan import Estimate, ParallelPlan, evaluate
+from zero3d.tools.plan.emit import plan_of, train_config
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.kernels import IMBALANCE, CardRates, Kernels, digest, part_work
+from zero3d.tools.plan.network import (
     REACHED,
     Group,
     Groups,
@@ -22,11 +22,11 @@ from zero3d.plan.network import (
     reduce_seconds,
     send_seconds,
 )
-from zero3d.plan.profiles import SYSTEMS, profile
-from zero3d.plan.shapes import gpt, llama, of_params
-from zero3d.plan.spec import ClusterSpec, Gpu, Link, ModelSpec, Operations, Part, Unit, Weight
-from zero3d.plan.states import with_algorithm
-from zero3d.plan.time import SLOW, SLOWER, Cut, Pace, faster_reduction, part_indices, step_seconds
+from zero3d.tools.plan.profiles import SYSTEMS, profile
+from zero3d.tools.plan.shapes import gpt, llama, of_params
+from zero3d.tools.plan.spec import ClusterSpec, Gpu, Link, ModelSpec, Operations, Part, Unit, Weight
+from zero3d.tools.plan.states import with_algorithm
+from zero3d.tools.plan.time import SLOW, SLOWER, Cut, Pace, faster_reduction, part_indices, step_seconds
 
 A100 = cluster("a100", 64)
 MODEL = gpt(24, 2048, 16, 50304, 2048)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from zero3d.pipeline import actions as bubble
-from zero3d.plan.timeline import closed_form, order, pipeline_seconds, simulate
+from zero3d.tools.plan.timeline import closed_form, order, pipeline_seconds, simulate
 
 
 def simulated(schedule, forward, backward, micro_batches, ranks, hop=0.0):

@@ -18,7 +18,7 @@ from zero3d.precision import (
     split_master,
     to_compute,
 )
-from zero3d.setup.losses import IGNORED, next_token_loss
+from zero3d.train.setup.losses import IGNORED, next_token_loss
 
 
 def half_away(value):

@@ -19,7 +19,7 @@ from zero3d.distributed import axis as axis_module, groups
 from zero3d.distributed.axis import Axis, forget_note
 from zero3d.distributed.groups import GroupOptions, backend_options, options_of, warm_up
 from zero3d.distributed.mesh import usual_communicators
-from zero3d.plan.calibrate import Sizes, calibrate
+from zero3d.tools.plan.calibrate import Sizes, calibrate
 
 MANY = 4096
 NAMES = ("pp", "tp", "dp", "world", "replica")  # in the order in which an engine opens them

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from zero3d.plan.hardware import cluster
-from zero3d.plan.profile_memory import profile_memory
-from zero3d.plan.profiles import PROFILES, Profile
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.time import Cut, Pace
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.profile_memory import profile_memory
+from zero3d.tools.plan.profiles import PROFILES, Profile
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.time import Cut, Pace
 
 H, HEADS, LENGTH, VOCAB, LAYERS = 64, 4, 32, 512, 4
 F = 4 * H

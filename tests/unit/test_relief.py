@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.relief import device_bytes, host_bytes, reliefs
-from zero3d.plan.search import Row
-from zero3d.plan.shapes import of_params
-from zero3d.plan.spec import ParallelPlan
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.relief import device_bytes, host_bytes, reliefs
+from zero3d.tools.plan.search import Row
+from zero3d.tools.plan.shapes import of_params
+from zero3d.tools.plan.spec import ParallelPlan
 
 MODEL, A100 = of_params(7e9, 2048), cluster("a100-80", 8)
 PLAN = ParallelPlan(dp=8, stage=2, micro_batch=4, accumulate=2)

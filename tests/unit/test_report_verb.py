@@ -7,8 +7,8 @@ import pytest
 from lock_holder import locked_by_another
 
 from zero3d.account.traffic import Moved
-from zero3d.cli.main import main
 from zero3d.config import load, to_yaml
+from zero3d.tools.cli.main import main
 from zero3d.train.tables import MemoryRow, TrafficRow
 
 MOVED = Moved(4, 1000, 2000)

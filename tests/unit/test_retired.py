@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from zero3d import config
-from zero3d.cli.main import main
-from zero3d.cli.planned_file import RunFile
 from zero3d.config import load
 from zero3d.config.keys import KEYS
 from zero3d.config.retired import RETIRED
 from zero3d.errors import ConfigError
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.planned_file import RunFile
 
 DOCS = Path(__file__).parents[2] / "docs"
 OLD = {"tensorboard": False, "wandb": None}  # what every config.yaml of an earlier version has in section log

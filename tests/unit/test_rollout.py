@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from zero3d.cli.main import main
 from zero3d.errors import ConfigError
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.rollout import ACROSS, INSIDE, SHARED, Rollout, split, synchronisation
-from zero3d.plan.shapes import of_params
-from zero3d.plan.spec import ParallelPlan
+from zero3d.tools.cli.main import main
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.rollout import ACROSS, INSIDE, SHARED, Rollout, split, synchronisation
+from zero3d.tools.plan.shapes import of_params
+from zero3d.tools.plan.spec import ParallelPlan
 
 MODEL = of_params(7e9, 2048)
 

@@ -9,18 +9,18 @@ import pytest
 from models import build
 
 import zero3d
-from zero3d.cli.main import parse
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.declaring import as_keyword, in_file, keyword_of
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import RULES, as_markdown, check, refusals
 from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
+from zero3d.tools.cli.main import parse
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.spec import ModelSpec, ParallelPlan
 
 ROOT = Path(__file__).parents[2]
 NARROW = Offload("host", gradients="host", gradient_dtype="bf16")
@@ -204,7 +204,7 @@ def file_of(spec):
 def refused_by(arguments):
     """What a verb says when it refuses."""
     with pytest.raises(ConfigError) as refused:
-        import_module(f"zero3d.cli.{arguments.verb}").run(arguments)
+        import_module(f"zero3d.tools.cli.{arguments.verb}").run(arguments)
     return str(refused.value)
 
 
@@ -230,7 +230,7 @@ def test_verbs_refuse_a_file_in_these_words(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_verbs_refuse_in_these_words_what_follows_from_the_number_of_ranks(words, begins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zero3d.cli.train.run_job", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("zero3d.tools.cli.train.run_job", lambda *_: pytest.fail("ranks were started"))
     Path("run.yaml").write_text("{model: {path: demo}, data: {train: stdlib, tokenizer: bytes, length: 64}, output: a}")
     ranks = {"train": ["--ranks=4"], "plan": ["--gpus=4"], "launch": ["--nodes=1", "--gpus-per-node=4"]}
     asked = {verb: parse([*VERBS[verb], "run.yaml", *words, *of_verb]) for verb, of_verb in ranks.items()}

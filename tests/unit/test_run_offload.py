@@ -10,7 +10,6 @@ from models import adamw, build
 
 import zero3d
 from zero3d.account.transients import passing_bytes
-from zero3d.advice.planned_run import PlannedRun
 from zero3d.blueprint.auto import Room, auto_place
 from zero3d.checkpoint.fields import Field
 from zero3d.config import load
@@ -18,11 +17,12 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster as hardware
-from zero3d.plan.shapes import fused, llama
-from zero3d.plan.spec import ParallelPlan
 from zero3d.spec.offload import Offload
+from zero3d.tools.advice.planned_run import PlannedRun
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster as hardware
+from zero3d.tools.plan.shapes import fused, gpt, llama
+from zero3d.tools.plan.spec import ParallelPlan
 from zero3d.train import offload
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import LoopState, check_choice
@@ -102,6 +102,14 @@ def test_gradients_count_beside_logits_where_a_step_has_several_micro_batches():
     fits = Room(rooms[1], 10**12, False)
     assert [auto_place(need[count], fits).optimizer for count in need] == ["none", "host"]
     assert rooms[4] - rooms[1] == pytest.approx(gradients, rel=0.01)
+
+
+def test_a_plan_that_is_made_again_is_of_the_configuration_given():
+    model, cluster, plan = gpt(2, 64, 4, 256, 32), hardware("h100", 1), ParallelPlan()
+    run = PlannedRun(model, cluster, plan, evaluate(model, cluster, plan))
+    again = run.again(load({}, ["offload.optimizer=host"]), zero3d.Mesh())
+    assert again.plan.offload.optimizer == "host"
+    assert again.estimate.memory.host > run.estimate.memory.host
 
 
 @pytest.mark.parametrize("planned", [None, "no plan to compare this run with: it is short"])

@@ -10,11 +10,11 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 
 import zero3d
-from zero3d.integrations.accelerate import Accelerator
-from zero3d.integrations.accelerate.accelerator import OTHERS
-from zero3d.integrations.accelerate.optimizer import EngineOptimizer
-from zero3d.integrations.transformers import Trainer, patch
-from zero3d.integrations.transformers.seams import SEAMS
+from zero3d.ways.huggingface.accelerate import Accelerator
+from zero3d.ways.huggingface.accelerate.accelerator import OTHERS
+from zero3d.ways.huggingface.accelerate.optimizer import EngineOptimizer
+from zero3d.ways.huggingface.transformers import Trainer, patch
+from zero3d.ways.huggingface.transformers.seams import SEAMS
 
 PLAIN = {name: vars(transformers.Trainer).get(name) for name in SEAMS}
 ARGUMENTS = {  # what each is called with besides self

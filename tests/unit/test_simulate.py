@@ -14,23 +14,23 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from zero3d.cli.main import main
-from zero3d.cli.progress import STOPPED
-from zero3d.cli.simulate import show_done
 from zero3d.config import load, to_dict
 from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.actions import Action, bubble
-from zero3d.sim import rank as answering
-from zero3d.sim.memory import Log, Storage
-from zero3d.sim.orders import one_chunk
-from zero3d.sim.position import Position
-from zero3d.sim.rank import dry_run
-from zero3d.sim.repeats import micro_batches_to_run, traffic_of_all
-from zero3d.sim.replay import peak_of, timeline_of
-from zero3d.sim.request import Request
-from zero3d.sim.result import Instant, LiveTensor, Simulation, TrafficEntry, from_json, to_json
-from zero3d.sim.simulate import Interrupted, in_own_process, representatives, simulate
 from zero3d.spec.text import size
+from zero3d.tools.cli.main import main
+from zero3d.tools.cli.progress import STOPPED
+from zero3d.tools.cli.simulate import show_done
+from zero3d.tools.sim import rank as answering
+from zero3d.tools.sim.memory import Log, Storage
+from zero3d.tools.sim.orders import one_chunk
+from zero3d.tools.sim.position import Position
+from zero3d.tools.sim.rank import dry_run
+from zero3d.tools.sim.repeats import micro_batches_to_run, traffic_of_all
+from zero3d.tools.sim.replay import peak_of, timeline_of
+from zero3d.tools.sim.request import Request
+from zero3d.tools.sim.result import Instant, LiveTensor, Simulation, TrafficEntry, from_json, to_json
+from zero3d.tools.sim.simulate import Interrupted, in_own_process, representatives, simulate
 
 TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
 
@@ -61,7 +61,7 @@ def save_config(folder, blocks):
 
 
 def answer(text):
-    """What `python -m zero3d.sim.rank` says to a request, without its start."""
+    """What `python -m zero3d.tools.sim.rank` says to a request, without its start."""
     with TemporaryFile("w+") as output:
         os.dup2(output.fileno(), 1)
         answering.main([text])
@@ -78,7 +78,7 @@ def pipeline(alone, tmp_path_factory):
         return SimpleNamespace(stdout=alone(answer, input))
 
     model = save_config(tmp_path_factory.mktemp("two_blocks"), blocks=2)
-    with mock.patch("zero3d.sim.simulate.subprocess", SimpleNamespace(run=run)):
+    with mock.patch("zero3d.tools.sim.simulate.subprocess", SimpleNamespace(run=run)):
         return simulate(tiny(*model, "mesh.pp=2", "train.accumulate=3", "zero.stage=0"), world=1024)
 
 
@@ -197,8 +197,8 @@ def test_micro_batches_that_are_not_run_change_nothing(alone, tmp_path, override
     (["mesh.pp=2", "train.accumulate=1"], "needs a micro-batch for each of 2 pipeline stages"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
-    monkeypatch.setattr("zero3d.sim.simulate.in_own_process", in_this_process)
-    monkeypatch.setattr("zero3d.sim.simulate.AT_ONCE", 1)  # a process has one set of stand-ins
+    monkeypatch.setattr("zero3d.tools.sim.simulate.in_own_process", in_this_process)
+    monkeypatch.setattr("zero3d.tools.sim.simulate.AT_ONCE", 1)  # a process has one set of stand-ins
     world = ["--ranks", "3" if "mesh.tp=3" in words else "2"]
     assert main(["simulate", *TINY, *world, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -218,7 +218,7 @@ def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, mon
         width[request.per_host] = {each.nbytes / each.elements for each in found.traffic if each.op == "reduce_scatter"}
         return found
 
-    monkeypatch.setattr("zero3d.sim.simulate.in_own_process", run)
+    monkeypatch.setattr("zero3d.tools.sim.simulate.in_own_process", run)
     model = save_config(tmp_path, blocks=1)
     for nodes in (1, 2):
         simulate(tiny(*model, "zero.stage=2", "precision=bf16"), world=6, rank=0, nodes=nodes)
@@ -226,7 +226,7 @@ def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, mon
 
 
 def test_tables_json_and_trace(capsys, tmp_path, pipeline, monkeypatch):
-    monkeypatch.setattr("zero3d.sim.simulate.simulate", lambda *_, **__: pipeline)
+    monkeypatch.setattr("zero3d.tools.sim.simulate.simulate", lambda *_, **__: pipeline)
     trace = tmp_path / "trace.json"
     assert main(["simulate", *TINY, "--ranks", "1024", "--trace", str(trace)]) == 0
     text = capsys.readouterr().out
@@ -274,7 +274,7 @@ def interrupted(pipeline, done):
             raise KeyboardInterrupt
 
     config = tiny("mesh.pp=2", "train.accumulate=3", "zero.stage=0")
-    with mock.patch("zero3d.sim.simulate.in_own_process", run), pytest.raises(KeyboardInterrupt) as caught:
+    with mock.patch("zero3d.tools.sim.simulate.in_own_process", run), pytest.raises(KeyboardInterrupt) as caught:
         simulate(config, world=1024, watch=watch)
     return caught.value, counts
 
@@ -292,7 +292,7 @@ def test_ctrl_c_prints_the_ranks_that_are_done(pipeline, monkeypatch, capsys):
     def stop(*_):
         raise Interrupted(pipeline)
 
-    monkeypatch.setattr("zero3d.sim.simulate.simulate", stop)
+    monkeypatch.setattr("zero3d.tools.sim.simulate.simulate", stop)
     assert main(["simulate", *TINY, "--ranks", "1024"]) == STOPPED
     assert "1. What each class of ranks holds" in capsys.readouterr().out
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from zero3d.cli.workers import environment, host_store
 from zero3d.distributed.mesh import start_distributed
+from zero3d.tools.cli.workers import environment, host_store
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
 OPEN = ("TCPStore", "create_server", ".listen")

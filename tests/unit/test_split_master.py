@@ -13,13 +13,13 @@ import zero3d
 from zero3d.account.states import engine_bytes, paper_bytes
 from zero3d.blueprint.layout import Piece
 from zero3d.memory.scratch import update_bucket, update_scratch
-from zero3d.plan.emit import plan_of, train_config
-from zero3d.plan.hardware import cluster
-from zero3d.plan.memory import _Ranks
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.states import states
-from zero3d.plan.time import Pace, step_seconds
 from zero3d.precision import joined
+from zero3d.tools.plan.emit import plan_of, train_config
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.memory import _Ranks
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.states import states
+from zero3d.tools.plan.time import Pace, step_seconds
 from zero3d.zero.masters import Masters
 
 BOTH = ("fp32", "split")

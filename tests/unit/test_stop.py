@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zero3d.cli.workers import Worker, conclude, supervise
+from zero3d.tools.cli.workers import Worker, conclude, supervise
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 from zero3d.watchdog.monitor import Monitor
 
@@ -98,7 +98,7 @@ def test_how_workers_end_becomes_one_exit_code_and_one_message(
     tmp_path, capsys, monkeypatch, codes, errors, stop_signal, code, expected
 ):
     monkeypatch.setattr(
-        "zero3d.cli.workers.describe_kill", lambda number, _: f"killed by {signal.Signals(number).name}, why"
+        "zero3d.tools.cli.workers.describe_kill", lambda number, _: f"killed by {signal.Signals(number).name}, why"
     )
     workers = [Worker(rank, Ended(exit_code), tmp_path / str(rank)) for rank, exit_code in enumerate(codes)]
     for worker in workers:
@@ -127,7 +127,7 @@ class Saving:
 
 
 def test_workers_are_told_once_however_long_they_save(monkeypatch):
-    monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
+    monkeypatch.setattr("zero3d.tools.cli.workers.POLL", 0)
     workers = [Worker(rank, Saving(143), Path()) for rank in range(2)]
     request = StopRequest()
     request.signal = signal.SIGTERM
@@ -136,8 +136,8 @@ def test_workers_are_told_once_however_long_they_save(monkeypatch):
 
 
 def test_a_failed_worker_is_reported_while_others_hang(monkeypatch):
-    monkeypatch.setattr("zero3d.cli.workers.POLL", 0)
-    monkeypatch.setattr("zero3d.cli.workers.LAST_WORDS", 0)
+    monkeypatch.setattr("zero3d.tools.cli.workers.POLL", 0)
+    monkeypatch.setattr("zero3d.tools.cli.workers.LAST_WORDS", 0)
     workers = [Worker(0, Saving(None), Path()), Worker(1, Saving(1), Path())]
     assert supervise(workers, StopRequest(), Monitor(Path())) == workers[1:]
     assert [worker.process.told for worker in workers] == [0, 0]
@@ -159,7 +159,7 @@ def test_no_handler_of_errors_takes_a_stop_for_one():
 )
 def test_a_worker_of_another_launcher_says_itself_how_it_ended(rank, raised, code, expected):
     script = f"""
-from zero3d.cli.worker import as_worker
+from zero3d.tools.cli.worker import as_worker
 from zero3d.errors import DataError
 from zero3d.train.stop import Stopped
 def act():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.data.fetched import fetch_data
 from zero3d.errors import BAD_INPUT, ConfigError, DataError
@@ -16,6 +15,7 @@ from zero3d.stores import cache
 from zero3d.stores.cache import fetch, fetch_all, hold, make_room, origin, place_of, shown
 from zero3d.stores.store import Store
 from zero3d.stores.urls import check_shared, check_url, is_url
+from zero3d.tools.cli.main import main
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -101,7 +101,7 @@ def test_keys_that_take_no_url_are_refused_with_what_to_type(word, remedy, capsy
 )
 def test_a_run_is_refused_before_a_worker_starts(tmp_path, monkeypatch, capsys, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zero3d.cli.train.run_job", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr("zero3d.tools.cli.train.run_job", lambda *_: pytest.fail("workers were started"))
     assert main(["train", *words]) == BAD_INPUT
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1

@@ -7,7 +7,6 @@ import torch
 from families import family, llava
 from torch import nn
 
-from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
@@ -16,9 +15,10 @@ from zero3d.models.adapters import default_targets
 from zero3d.models.packing import check_packing
 from zero3d.models.trained import open_trained
 from zero3d.sequence.group import check_sequence
-from zero3d.setup.support import support_of
 from zero3d.spec.formats import FORMATS
 from zero3d.tensor_parallel.parallelize import parallelize
+from zero3d.tools.cli.main import main
+from zero3d.train.setup.support import support_of
 
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from zero3d.cli.main import main
+from zero3d.tools.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = DOCUMENTS = [ROOT / "docs" / name for name in ("zero-and-3d.md", "zero-and-3d.zh.md")]

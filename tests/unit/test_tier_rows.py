@@ -11,17 +11,17 @@ from zero3d.blueprint.auto import Room
 from zero3d.blueprint.places import FROZEN, UnitStates, placed_records
 from zero3d.errors import ConfigError
 from zero3d.offload.tiers import OpenTier
-from zero3d.plan import emit
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.search import ROUNDS
-from zero3d.plan.spec import ClusterSpec, ParallelPlan
-from zero3d.plan.tier_time import Rates
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import refusals
 from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import ACTIVATIONS, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, TierRow, tiers_of
 from zero3d.spec.zero import Zero
+from zero3d.tools.plan import emit
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.search import ROUNDS
+from zero3d.tools.plan.spec import ClusterSpec, ParallelPlan
+from zero3d.tools.plan.tier_time import Rates
 
 KEYS = (OPTIMIZER, PARAMS, GRADIENTS, ACTIVATIONS)
 rows = pytest.mark.parametrize("row", TIERS.values(), ids=lambda row: row.name)

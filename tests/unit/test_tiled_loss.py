@@ -17,7 +17,7 @@ from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
 from zero3d.config import load
 from zero3d.errors import ConfigError, TokenError
 from zero3d.models.tiled_loss import defer_logits
-from zero3d.setup.losses import choose_loss
+from zero3d.train.setup.losses import choose_loss
 
 WAYS = {"logits_scaling": 3.0, "logit_scale": 0.3, "final_logit_softcapping": 2.0}  # of granite, cohere, gemma2
 
@@ -188,7 +188,7 @@ def test_a_loss_is_in_tiles_where_logits_take_more_than_the_budget_and_a_line_sa
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_in_tiles_stays_whole_and_a_line_says_why(model, tp, why):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero3d.setup.losses.LOGITS_BUDGET", 1)
+        patch.setattr("zero3d.train.setup.losses.LOGITS_BUDGET", 1)
         tiled, said = chosen(model(), 64, tp=tp)
     assert not tiled
     assert re.search(why, said)

@@ -5,17 +5,17 @@ import torch
 from tensors import tiny
 from torch import nn
 
-from zero3d.cli.plan_options import lora_of
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import add_adapters
 from zero3d.models.build import build
 from zero3d.models.open import Opened
-from zero3d.plan.sequence import kept_more, sp_refused
-from zero3d.plan.shapes import llama
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.figures import HEAD, measure
-from zero3d.sim.model_spec import outline, trace
-from zero3d.sim.units import find_part_names
+from zero3d.tools.cli.plan_options import lora_of
+from zero3d.tools.plan.sequence import kept_more, sp_refused
+from zero3d.tools.plan.shapes import llama
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.figures import HEAD, measure
+from zero3d.tools.sim.model_spec import outline, trace
+from zero3d.tools.sim.units import find_part_names
 
 # Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.
 LLAMAS = {  # hidden, inner, layers, heads, kv heads, head dim, vocabulary, tied

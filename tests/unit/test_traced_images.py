@@ -9,13 +9,13 @@ import vision
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.images import find_images
-from zero3d.sim.model_spec import trace
-from zero3d.sim.rank import dry_run
-from zero3d.sim.units import find_part_names
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.images import find_images
+from zero3d.tools.sim.model_spec import trace
+from zero3d.tools.sim.rank import dry_run
+from zero3d.tools.sim.units import find_part_names
 
 TRACED = ("gemma3", "internvl", "llava", "paligemma")  # the others read values
 LENGTH = 24

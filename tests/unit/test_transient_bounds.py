@@ -14,9 +14,9 @@ from tensors import tiny
 from zero3d.engine.auto_offload import bytes_needed
 from zero3d.engine.transients import transient_bounds
 from zero3d.memory.arena import STATES
-from zero3d.plan.memory import instants
-from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.model_spec import trace
+from zero3d.tools.plan.memory import instants
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.model_spec import trace
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from instruments.races import Model, alone_in, collectives_of, lonely_mesh

@@ -14,13 +14,13 @@ from zero3d.config import Optimizer
 from zero3d.distributed.choice import NATIVE
 from zero3d.distributed.unit_order import ROOT
 from zero3d.optim import adamw8bit
-from zero3d.plan.rank_model import rank_model
-from zero3d.plan.spec import ParallelPlan
-from zero3d.setup.optimizer import parameter_groups
-from zero3d.sim.model_spec import outline
 from zero3d.spec.dtypes import BF16, FP32
 from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
+from zero3d.tools.plan.rank_model import rank_model
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.sim.model_spec import outline
+from zero3d.train.setup.optimizer import parameter_groups
 
 
 def model_of(name):

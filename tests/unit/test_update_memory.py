@@ -22,9 +22,9 @@ from zero3d.memory.scratch import update_bucket, update_scratch
 from zero3d.offload.states import StateKinds
 from zero3d.optim import adamw8bit, muon
 from zero3d.optim.owners import WIRE
-from zero3d.plan.memory import IN_STEP
-from zero3d.sim.live import StorageTracker
 from zero3d.spec.optimizer import TEMPORARIES, temporary_elements
+from zero3d.tools.plan.memory import IN_STEP
+from zero3d.tools.sim.live import StorageTracker
 from zero3d.zero.param_groups import OptimizerChoice
 from zero3d.zero.updates import in_portions, temporaries_of, updates_together
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zero3d.cli.main import parse
-from zero3d.cli.verbs import VERBS
+from zero3d.tools.cli.main import parse
+from zero3d.tools.cli.verbs import VERBS
 
 STARTED = {
     "config": (["explain", "zero.stage"], 0, "zero.stage"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zero3d.doctor import versions as doctors
-from zero3d.doctor.finding import Request
+from zero3d.tools.doctor import versions as doctors
+from zero3d.tools.doctor.finding import Request
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from zero3d.plan.decided import policy_of
-from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import cluster
-from zero3d.plan.memory import instants
-from zero3d.plan.shapes import gpt
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.weights import Casts, casts_of, weights_note, with_weights
+from zero3d.tools.plan.decided import policy_of
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.memory import instants
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.weights import Casts, casts_of, weights_note, with_weights
 
 MODEL = gpt(layers=4, hidden=512, heads=8, vocab=2048, length=512)
 

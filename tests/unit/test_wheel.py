@@ -35,7 +35,12 @@ def wheel(tmp_path_factory):
 def test_every_file_of_the_package_is_in_the_wheel(wheel):
     files = {path.relative_to(SRC).as_posix() for path in (SRC / "zero3d").rglob("*") if path.is_file()}
     wanted = {name for name in files if "__pycache__" not in name}
-    assert {"zero3d/py.typed", "zero3d/train/demo.yaml", "zero3d/page/style.css", "zero3d/doctor/tested.json"} < wanted
+    assert {
+        "zero3d/py.typed",
+        "zero3d/train/demo.yaml",
+        "zero3d/tools/page/style.css",
+        "zero3d/tools/doctor/tested.json",
+    } < wanted
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
 
 
@@ -49,7 +54,7 @@ def test_the_wheel_describes_the_project_and_brings_its_command(wheel):
     assert pythons == ["3.11", "3.12", "3.13", "3.14"]
     assert described.get_payload().startswith("# zero3d")
     entries = wheel.read(info.replace("METADATA", "entry_points.txt")).decode()
-    assert "zero3d = zero3d.cli.main:main" in entries
+    assert "zero3d = zero3d.tools.cli.main:main" in entries
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from typing import Any
 import accelerate
 import accelerate.accelerator
 
-from zero3d.integrations.accelerate import Accelerator
+from zero3d.ways.huggingface.accelerate import Accelerator
 
 
 class Staged(Accelerator):

@@ -12,7 +12,7 @@ os.environ.setdefault("DS_UNITTEST_TIMEOUT", "100")
 import deepspeed
 import torch.multiprocessing
 
-from zero3d.integrations.deepspeed import initialize
+from zero3d.ways.deepspeed import initialize
 
 _set_start_method = torch.multiprocessing.set_start_method
 

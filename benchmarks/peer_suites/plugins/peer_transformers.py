@@ -2,6 +2,6 @@
 
 import os
 
-from zero3d.integrations.transformers import patch
+from zero3d.ways.huggingface.transformers import patch
 
 patch(stage=int(os.environ["PEER_STAGE"]) if "PEER_STAGE" in os.environ else None)

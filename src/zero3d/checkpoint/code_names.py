@@ -25,11 +25,17 @@ def name_of(function: Any) -> str:
         given = [*enumerate(function.args), *sorted(function.keywords.items())]
         return f"{name_of(function.func)} with {', '.join(f'{name}={value!r}' for name, value in _plain(given))}"
     named = function if hasattr(function, "__qualname__") else type(function)
-    name, code = f"{named.__module__}.{named.__qualname__}", getattr(_called(function), "__code__", None)
+    name, code = f"{_module(named)}.{named.__qualname__}", getattr(_called(function), "__code__", None)
     if code is None:
         return name
     said = _written(code, function.__doc__) + repr(list(_values(function)))
     return f"{name} ({hashlib.sha256(said.encode()).hexdigest()[:8]})"
+
+
+def _module(named: Any) -> str:
+    """Return the name of a thing's module as checkpoints have it, for which `setup` lies beside `train`."""
+    name = str(named.__module__)
+    return f"zero3d.{name.removeprefix('zero3d.train.')}" if name.startswith("zero3d.train.setup.") else name
 
 
 def _values(function: Any) -> Iterator[tuple[Any, Any]]:

@@ -26,7 +26,7 @@ KEYWORDS = {  # of keys outside of zero, offload and mesh, and of one whose name
 
 
 class Advice(NamedTuple):
-    """Says how advice on a plan takes a key (plan/what_if.py, plan/relief.py, plan/links.py).
+    """Says how advice on a plan takes a key (tools/plan/what_if.py, tools/plan/relief.py, tools/plan/links.py).
 
     tried   the value that is tried where a plan has the default; where it has another, the default is
     where   plans in which that may change anything; what rules refuse is left out in any case

@@ -106,7 +106,7 @@ _ROWS = (
     OptimizerRow(
         ADAMW,
         "AdamW",
-        "zero3d.setup.optimizer:adamw",
+        "zero3d.train.setup.optimizer:adamw",
         OF_ADAMW,
         "AdamW",
         dict.fromkeys(MOMENTS, ALL),

@@ -3,8 +3,8 @@
     what may be kept there   choices of the section `offload` (offload.py), what they ask for (rules.py)
     what a record takes      slots, whole states, blocks (blueprint/places.py)
     how it is used           opened by `call`; where it is, or through buffers (offload/tiers.py)
-    where it counts          memory of the host, or a tier's own (memory/budget.py, plan/memory.py)
-    how fast and how large   a cluster's figures (plan/spec.py), for seconds of a step and plans that fit
+    where it counts          memory of the host, or a tier's own (memory/budget.py, tools/plan/memory.py)
+    how fast and how large   a cluster's figures (tools/plan/spec.py), for seconds of a step and plans that fit
 
 Rows are in the order in which offload.optimizer=auto and the planner try them: the fastest first. Outside this file and
 that of the tier nobody compares names: a tier is added by its file in offload/, its row and its test.
@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 OPTIMIZER, PARAMS, GRADIENTS, ACTIVATIONS = "optimizer", "params", "gradients", "activations"  # keys of the section
-Figure = str | float  # a field of a cluster (plan/spec.py::ClusterSpec), or what is assumed of every one
+Figure = str | float  # a field of a cluster (tools/plan/spec.py::ClusterSpec), or what is assumed of every one
 
 
 @dataclass(frozen=True)

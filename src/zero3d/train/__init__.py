@@ -1,6 +1,7 @@
 """Runs: training on top of the engine, what is written about it, and what it measured against the formulas.
 
 run                a run from start to end, and its result
+setup              a configuration becomes an engine and data
 start              how a run begins, and what is refused before it does
 folder             the output folder: what lies where, claimed once, pruned
 lock               one run per output folder

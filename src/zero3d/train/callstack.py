@@ -11,7 +11,7 @@ from torch import nn
 from zero3d.engine.engine import Engine
 
 PHASES = (  # end of a file's path, function (any if empty), phase; the innermost call that is here decides
-    ("setup/build.py", "", "building the engine"),
+    ("train/setup/build.py", "", "building the engine"),
     ("engine/assembly.py", "", "building the engine"),
     ("engine/losses.py", "forward", "forward"),
     ("autograd/graph.py", "_engine_run_backward", "backward"),

@@ -12,7 +12,7 @@ OUTPUT/
   tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
-  lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (cli/elastic.py)
+  lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (tools/cli/elastic.py)
   watchdog.txt, watchdog.json    who waited for whom when a run came to a stall (watchdog/block.py)
   .run            a number of its own, by which it knows what it has left in another folder
   .lock           while a run writes (lock.py)

@@ -17,14 +17,14 @@ from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.engine import Engine
 from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
-from zero3d.setup.inputs import Inputs, steps_of_run
-from zero3d.setup.schedule import group_settings, rate, reset_settings
-from zero3d.setup.text_part import older_run
 from zero3d.spec.bits import SAVED
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.loop_state import RUN, check_loop_state
 from zero3d.train.resume_hints import ANEW, ResumeHints, older_hint
 from zero3d.train.resume_settings import OPTION
+from zero3d.train.setup.inputs import Inputs, steps_of_run
+from zero3d.train.setup.schedule import group_settings, rate, reset_settings
+from zero3d.train.setup.text_part import older_run
 from zero3d.train.start import Start
 
 

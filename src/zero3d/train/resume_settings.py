@@ -28,10 +28,10 @@ from zero3d.config.keys import KEYS, value_of
 from zero3d.distributed.degrees import AXES
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
-from zero3d.setup.optimizer import BY_NAME, norms_and_biases, of_one_dimension
-from zero3d.setup.schedule import rate
 from zero3d.spec.bits import SAVED
 from zero3d.spec.declaring import as_noted, noted_as
+from zero3d.train.setup.optimizer import BY_NAME, norms_and_biases, of_one_dimension
+from zero3d.train.setup.schedule import rate
 
 OF_UPDATE = ("optimizer.", "schedule.")
 RATES = ("scheduler", "factors", "schedule_state")  # what is noted of a schedule

@@ -28,10 +28,6 @@ from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import forward_options, row_options
 from zero3d.models.places import has_base
 from zero3d.precision import slow_products
-from zero3d.setup.build import build_engine, with_output
-from zero3d.setup.inputs import Inputs, open_inputs
-from zero3d.setup.losses import choose_loss
-from zero3d.setup.text_part import naming_text_part
 from zero3d.spec.bits import GIVEN
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
@@ -55,6 +51,10 @@ from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.resume_settings import batches_of, describe, settings_of, with_groups, with_saved
 from zero3d.train.sample import sample
 from zero3d.train.session_report import SessionReport
+from zero3d.train.setup.build import build_engine, with_output
+from zero3d.train.setup.inputs import Inputs, open_inputs
+from zero3d.train.setup.losses import choose_loss
+from zero3d.train.setup.text_part import naming_text_part
 from zero3d.train.start import Start, check_start
 from zero3d.train.tables import MemoryRow, TrafficRow
 from zero3d.train.weights import choose_weights

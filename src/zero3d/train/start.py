@@ -9,12 +9,12 @@ from pathlib import Path
 from zero3d.config import Config
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import has_base
-from zero3d.setup.packages import check_stores
 from zero3d.spec.bits import GIVEN
 from zero3d.train.export_places import export_places
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.lock import check_free
 from zero3d.train.planner import Planner
+from zero3d.train.setup.packages import check_stores
 
 
 @dataclass(frozen=True)

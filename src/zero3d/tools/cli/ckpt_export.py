@@ -1,0 +1,122 @@
+"""`zero3d ckpt export`: the model's structure from a run's configuration, its weights from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero3d.checkpoint.frozen_base import FolderSource
+from zero3d.checkpoint.offline_export import export_stored
+from zero3d.checkpoint.stored_states import StoredStates
+from zero3d.config import Config, load
+from zero3d.data.tokenizers import load_tokenizer
+from zero3d.errors import ConfigError, short
+from zero3d.models.open import Opened, open_bare
+from zero3d.models.places import is_called
+from zero3d.models.trained import as_trained, open_trained
+from zero3d.stores.cache import shown
+from zero3d.tools.cli.preflight import check_transformers
+from zero3d.tools.cli.worker import quiet_environment
+from zero3d.train.exported_folder import copy_processor, save_tokenizer
+from zero3d.train.setup.text_part import part_of
+
+NONE = "none"
+CONFIG = "config.yaml"
+WHAT = "--config PATH (the model's config.json or folder, a preset, or a run's config.yaml)"
+ALONE = f"--config {NONE} for the weights alone, under the model's own names"
+
+
+class Asked(NamedTuple):
+    """What the command line asks for.
+
+    config    what --config says, if anything
+    kind      what --as says: one of `checkpoint.forms.FORMS`
+    base      the folder of frozen weights that the checkpoint left out, where it is not the configuration's
+    averages  write the averages of the weights (train.ema)
+    """
+
+    config: str | None = None
+    kind: str | None = None
+    base: str | None = None
+    averages: bool = False
+
+
+NOTHING = Asked()
+
+
+def export(step: Path, folder: Path, asked: Asked = NOTHING) -> dict[str, Any]:
+    """Write a checkpoint's weights as a Hugging Face folder; return what was written as data.
+
+    Raises ConfigError, CheckpointError, OutOfBudget, NonFiniteError.
+    """
+    quiet_environment()
+    config = None if asked.config == NONE else find_config(step, asked.config)
+    if config is not None and asked.base is not None:
+        config = replace(config, model=replace(config.model, path=os.path.expanduser(asked.base)))
+    stored = StoredStates(step, asked.averages)
+    opened = None if config is None else _open(config, stored, asked.config)
+    model, base = (None, None) if opened is None else (opened.module, opened.weights)
+    written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None)
+    if opened is not None:
+        copy_processor(opened.folder, written, opened.module)
+    note = "no config and no tokenizer were asked for" if config is None else _save_tokenizer(config, opened, written)
+    files = sorted(path for path in written.iterdir() if path.is_file())
+    return {
+        "checkpoint": step,
+        "folder": written,
+        "model": None if opened is None else type(opened.module).__name__,
+        "files": [path.name for path in files],
+        "bytes": sum(path.stat().st_size for path in files),
+        "note": note,
+    }
+
+
+def find_config(step: Path, typed: str | None) -> Config:
+    """Return the configuration that names the model: the one typed, or that of the run's folder. Raises ConfigError."""
+    if typed is not None:
+        if typed.endswith((".yaml", ".yml")):
+            return load(Path(typed))
+        config = load({})
+        return replace(config, model=replace(config.model, path=os.path.expanduser(typed)))
+    file = step.resolve().parent.parent / CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            f"{short(shown(step))} lies in no run's folder ({file} is not there), so its model is not known: type "
+            f"{WHAT}, or {ALONE}."
+        )
+    return load(file)
+
+
+def _open(config: Config, stored: StoredStates, typed: str | None) -> Opened:
+    """Build the structure of a configuration's model; with the weights of its folder, if these are needed.
+
+    Raises ConfigError.
+    """
+    step = stored.folder
+    check_transformers(config.model)
+    if is_called(config.model):
+        raise ConfigError(
+            f"the model of {short(step)} comes from {short(config.model.path)}, code which ckpt does not run: type "
+            f"{WHAT} of a Hugging Face model, or {ALONE}."
+        )
+    config = replace(config, model=replace(config.model, part=part_of(config, stored.parameters)))
+    try:
+        if stored.manifest.left_out:
+            return open_trained(config)
+        return as_trained(open_bare(config.model), config)
+    except ConfigError as error:
+        if typed is not None:
+            raise
+        raise ConfigError(f"{str(error).rstrip('.')}. For another place of it type {WHAT}.") from error
+
+
+def _save_tokenizer(config: Config, opened: Opened | None, written: Path) -> str | None:
+    """Save the tokenizer that the run's own export would have; return a note where there is none, or another."""
+    folder = None if opened is None else opened.folder
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer, None if folder is None else str(folder))
+    except ConfigError as error:
+        return f"the export has no tokenizer: {error}"
+    return save_tokenizer(tokenizer, written)

@@ -1,0 +1,217 @@
+"""`zero3d launch TARGET CONFIG`: prints what starts `zero3d train CONFIG` on a cluster; starts nothing.
+
+slurm      a batch script: one task of srun per GPU, which zero3d joins by itself
+k8s        a manifest: an indexed Job with one pod per node, torchrun in each, and a headless Service
+torchrun   the command line, for one node or the same on each of several
+
+What is trained stays in CONFIG and its overrides, which are checked here as far as they can be without data;
+the text carries nodes and processes only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+
+from zero3d.config import Config, degrees_of, load, split_words
+from zero3d.distributed.degrees import least_ranks
+from zero3d.errors import ConfigError, MeshError, short
+from zero3d.spec.mesh import Mesh
+from zero3d.tools.cli.preflight import check_world
+
+GPUS = 8  # per node, unless said otherwise
+PORT = 29500  # of torchrun's rendezvous
+RESTARTS = 3  # of all ranks of a node, after one has died; each goes on from the last checkpoint
+GRACE = 300  # seconds between SIGTERM and SIGKILL, for the step at hand and its checkpoint
+
+
+@dataclass(frozen=True)
+class Job:
+    """Describes what is started, and on how much."""
+
+    config: str
+    overrides: tuple[str, ...]
+    nodes: int
+    gpus: int
+
+    @property
+    def name(self) -> str:
+        """The config's name as Kubernetes and Slurm accept it: letters, digits, "-"; at most 40."""
+        return re.sub(r"[^a-z0-9]+", "-", f"zero3d-{Path(self.config).stem.lower()}")[:40].strip("-")
+
+    @property
+    def command(self) -> str:
+        """Quoted for the shell; --resume auto starts afresh where there is nothing to resume."""
+        return shlex.join(["zero3d", "train", self.config, *self.overrides, "--resume", "auto"])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.add_argument("target", metavar="TARGET", help="slurm, k8s or torchrun")
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG KEY=VALUE", help="the YAML file that `zero3d train` takes, overrides"
+    )
+    parser.add_argument("--nodes", type=int, help="machines (default: as many as a mesh with a dp fills, else 1)")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        help=f"processes on each (default: {GPUS}, or the most below that fill whole nodes)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the text in it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the text. Raises ConfigError."""
+    target = check_target(arguments.target)
+    config, overrides = split_words(arguments.words)
+    if config is None:
+        raise ConfigError(f"CONFIG is missing: type zero3d launch {target} CONFIG, the YAML file of the run.")
+    loaded = load(config, overrides)
+    job = Job(config, tuple(overrides), *sizes(loaded.mesh, arguments.nodes, arguments.gpus_per_node))
+    check(job, loaded)
+    text = TARGETS[target](job)
+    if arguments.json:
+        text = json.dumps({"target": target, "nodes": job.nodes, "gpus_per_node": job.gpus, "text": text}) + "\n"
+    print(text, end="")
+    return 0
+
+
+def check_target(name: str) -> str:
+    """Return the target's name. Raises ConfigError with the nearest one."""
+    if name not in TARGETS:
+        near = get_close_matches(name, TARGETS, 1, cutoff=0.4)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"zero3d launch knows {', '.join(TARGETS)}, not {short(name)!r}.{meant}")
+    return name
+
+
+def sizes(mesh: Mesh, nodes: int | None, gpus: int | None) -> tuple[int, int]:
+    """Return nodes and GPUs of each, as asked, or such that they hold a mesh that says its dp, as a plan's does."""
+    if mesh.dp is None:
+        return 1 if nodes is None else nodes, GPUS if gpus is None else gpus
+    world = least_ranks(degrees_of(mesh))
+    if gpus is None:
+        most = min(GPUS, world // max(1, nodes or 1))
+        gpus = max((count for count in range(1, most + 1) if world % count == 0), default=1)
+    return max(1, world // max(1, gpus)) if nodes is None else nodes, gpus
+
+
+def check(job: Job, config: Config) -> None:
+    """Refuse what cannot be started, or would not go on when it is started again. Raises ConfigError."""
+    for option, value in (("--nodes", job.nodes), ("--gpus-per-node", job.gpus)):
+        if value < 1:
+            raise ConfigError(f"{option} {value}: type a whole number from 1.")
+    if config.output is None:
+        raise ConfigError(
+            f"{job.config} names no output, and a job that is started again looks for its checkpoints there: "
+            "name a folder that all nodes share with output=FOLDER."
+        )
+    world = job.nodes * job.gpus
+    try:
+        check_world(config, world)
+    except (ConfigError, MeshError) as error:
+        raise ConfigError(f"nodes x GPUs = {job.nodes} x {job.gpus} = {world} processes: {error}") from error
+
+
+def slurm(job: Job) -> str:
+    """Return a script for sbatch. Neighbours are on one host, whatever the cluster's own distribution of tasks is."""
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.nodes}
+#SBATCH --ntasks-per-node={job.gpus}
+#SBATCH --gpus-per-node={job.gpus}
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@{GRACE}
+
+# Submit with your account, partition and time limit: sbatch --time=24:00:00 THIS_FILE
+# {GRACE} seconds before the limit all ranks get SIGTERM, save and stop; submitted again, the run continues.
+srun --distribution=block --kill-on-bad-exit=1 {job.command}
+"""
+
+
+def torchrun(job: Job) -> str:
+    """Return a shell command."""
+    if job.nodes == 1:
+        options = f"--standalone --nproc-per-node={job.gpus} --max-restarts={RESTARTS}"
+        return f"torchrun {options} --no-python {job.command}\n"
+    return f"""\
+# The same on each of the {job.nodes} nodes; HEAD_NODE is the name of one of them, reachable from all.
+torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --rdzv-backend=c10d --rdzv-id={job.name} \\
+  --rdzv-endpoint="${{HEAD_NODE:?}}:{PORT}" --no-python {job.command}
+"""
+
+
+def k8s(job: Job) -> str:
+    """Return a manifest for kubectl apply."""
+    comment = """\
+# Set the image (with zero3d and CONFIG's folder as working directory) and the claim of a volume that
+# all pods can write; CONFIG's output belongs on that volume, /data.
+"""
+    return comment + yaml.safe_dump_all([service(job), indexed_job(job)], sort_keys=False, width=1000)
+
+
+def service(job: Job) -> dict[str, object]:
+    """Return the headless Service by which pods find the first one."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": job.name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": job.name},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+
+
+def indexed_job(job: Job) -> dict[str, object]:
+    """Return the Job: pod i has host name NAME-i in the Service's domain; a pod that fails is started again."""
+    script = (
+        f"exec torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --node-rank=$JOB_COMPLETION_INDEX "
+        f"--master-addr={job.name}-0.{job.name} --master-port={PORT} --no-python {job.command}"
+    )
+    container = {
+        "name": "train",
+        "image": "IMAGE",
+        "command": ["sh", "-c", script.replace("$(", "$$(")],  # Kubernetes itself expands $(NAME)
+        # torchrun kills workers so long after SIGTERM; heeded from torch 2.12, before it was always 30
+        "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(GRACE)}],
+        "resources": {"limits": {"nvidia.com/gpu": job.gpus}},
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": GRACE + 30,
+        "containers": [container],
+        "volumes": [
+            {"name": "data", "persistentVolumeClaim": {"claimName": "CLAIM"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job.name},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": job.nodes,
+            "parallelism": job.nodes,
+            "template": {"spec": pod},
+        },
+    }
+
+
+TARGETS: dict[str, Callable[[Job], str]] = {"slurm": slurm, "k8s": k8s, "torchrun": torchrun}

@@ -1,0 +1,189 @@
+"""`zero3d models [PATH | PRESET | TYPE]`: what a model supports, by the engine's own checks; no weights, no ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero3d.config import Model
+from zero3d.config.hints import nearest
+from zero3d.config.sections import TEXT
+from zero3d.errors import ConfigError, short
+from zero3d.models.places import FETCH, is_called
+from zero3d.models.presets import PRESETS
+from zero3d.spec.text import columns, count
+from zero3d.tools.cli.preflight import check_transformers
+from zero3d.tools.cli.train import quiet_libraries
+from zero3d.tools.cli.worker import quiet_environment
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zero3d.train.setup.support import Support
+
+WIDTH = 100
+ANSWERS = {True: "yes", False: "no", None: "-"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    kinds = "a folder or config.json, a preset, module:function, or a model_type of transformers with its usual sizes"
+    parser.add_argument("model", nargs="?", metavar="PATH | PRESET | TYPE", help=f"{kinds}; without one, the presets")
+    parser.add_argument(
+        "--families",
+        action="store_true",
+        help="answer for every language model type of transformers, with its usual sizes; takes minutes",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answers. Raises ConfigError."""
+    if arguments.model is not None and arguments.families:
+        raise ConfigError("zero3d models answers for one model or for --families: leave one of the two out.")
+    if arguments.model is None and not arguments.families:
+        print(json.dumps({"presets": list(PRESETS)}) if arguments.json else _presets())
+        return 0
+    check_transformers(Model(path=arguments.model or "demo"))
+    quiet_environment()
+    quiet_libraries()
+    from zero3d.train.setup.support import support_of, with_text_part
+
+    if arguments.families:
+        families = dict(_families())
+        print(json.dumps(families) if arguments.json else "\n".join(columns(list(_as_table(families)), "<" * 10)))
+        return 0
+    folder = Path(arguments.model)
+    at = folder if os.path.isdir(folder) else None
+    found = with_text_part(support_of(_bare(arguments.model), at), _text_support(arguments.model, at))
+    print(json.dumps(_as_json(found)) if arguments.json else _as_text(found))
+    return 0
+
+
+def _text_support(name: str, folder: Path | None) -> Support | None:
+    """Return what model.part=text supports of a model, None where that is the same or nothing. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING
+
+    from zero3d.models.build import build
+    from zero3d.models.open import preset, read_config
+    from zero3d.models.parts import text_class
+    from zero3d.train.setup.support import support_of
+
+    if os.path.exists(name) or name in PRESETS:
+        config = read_config(Path(name)) if os.path.exists(name) else preset(name)
+    elif name in CONFIG_MAPPING:
+        config = usual_config(name)
+    else:
+        return None  # a function makes it
+    return support_of(build(config, part=TEXT), folder) if text_class(config) else None
+
+
+def _presets() -> str:
+    return f"presets: {', '.join(PRESETS)}\nzero3d models PRESET says what one supports; also a folder, a model_type"
+
+
+def _bare(name: str) -> nn.Module:
+    """Return the model without weights. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING
+
+    from zero3d.models.build import build
+    from zero3d.models.open import open_bare, open_model
+
+    model = Model(path=name, init="random")
+    if is_called(model):
+        return open_model(model).module.to("meta")
+    if os.path.exists(name) or name in PRESETS:
+        return open_bare(model).module
+    if name in CONFIG_MAPPING:
+        return build(usual_config(name))
+    near = nearest(name, [*PRESETS, *CONFIG_MAPPING])
+    hint = f" Did you mean {near!r}?" if near else ""
+    raise ConfigError(
+        f"{short(name)!r} is not a folder, a config.json, a preset, module:function or a model_type of the installed "
+        f"transformers.{hint} {FETCH}"
+    )
+
+
+def usual_config(kind: str) -> Any:
+    """Return the config of a whole model of a type with the sizes that transformers gives it. Raises ConfigError.
+
+    Of a vision-language model these are of a tower and of a language model that were not made for each other: the
+    tower's features get the width of the other, and its image a token of its vocabulary.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
+
+    try:
+        config = AutoConfig.for_model(kind)
+        if kind in WITH_IMAGES:
+            config.architectures = [WITH_IMAGES[kind]]
+            fit_tower(config)
+        return config
+    except Exception as error:  # any error of its own, quoted
+        line = " ".join(str(error).split())
+        raise ConfigError(f"transformers has no usual sizes of {kind} that it takes itself: {short(line)}") from error
+
+
+def fit_tower(config: Any) -> None:
+    """Give the tower of a usual config the sizes of its language model."""
+    vision: Any = getattr(config, "vision_config", None)
+    text = config.get_text_config()
+    if hasattr(vision, "out_hidden_size"):
+        vision.out_hidden_size = text.hidden_size
+    if hasattr(vision, "pixel_shuffle_ratio") and hasattr(vision, "projector_input_dim"):  # Llama 4
+        vision.intermediate_size = round(vision.hidden_size / vision.pixel_shuffle_ratio**2)
+    if hasattr(config, "mm_tokens_per_image") and hasattr(vision, "image_size"):  # Gemma 3 pools patches, 4 x 4 each
+        vision.image_size = 4 * isqrt(config.mm_tokens_per_image) * vision.patch_size
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(config, name, None)
+        if isinstance(token, int) and token >= text.vocab_size:
+            setattr(config, name, text.vocab_size - 1)
+
+
+def _as_text(found: Support) -> str:
+    lines = [f"{found.model}: {count(found.parameters)} parameters, {found.blocks or 'no blocks'}", ""]
+    for row in found.rows:
+        said = row.refusal or row.what
+        head = f"  {row.name:<9}{ANSWERS[row.supported]:<5}"
+        lines += textwrap.wrap(said, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
+    return "\n".join(lines)
+
+
+def _as_json(found: Support) -> dict[str, Any]:
+    return {**found._asdict(), "rows": [row._asdict() for row in found.rows]}
+
+
+def _as_table(families: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a line of cells for each type: what it supports, or why it cannot be built."""
+    names: list[str] = []
+    for kind, found in families.items():
+        if isinstance(found, str):
+            continue
+        if not names:
+            names = [row["name"] for row in found["rows"]]
+            yield ["model_type", *names]
+        yield [kind, *(ANSWERS[row["supported"]] for row in found["rows"])]
+
+
+def _families() -> Iterator[tuple[str, Any]]:
+    """Yield each type that AutoModelForCausalLM builds, and the answers of what it builds, or why it cannot be."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    from zero3d.models.build import build
+    from zero3d.train.setup.support import support_of
+
+    for number, kind in enumerate(sorted(NAMES), 1):
+        print(f"{number} of {len(NAMES)}: {kind}", file=sys.stderr, flush=True)
+        try:
+            config = usual_config(kind)
+            config.architectures = None
+            yield kind, _as_json(support_of(build(config)))
+        except ConfigError as error:
+            yield kind, str(error)

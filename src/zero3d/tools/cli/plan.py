@@ -1,0 +1,328 @@
+"""`zero3d plan MODEL`: how to train a model on a cluster, what it needs and how long it takes, before it is rented.
+
+zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80        ranked plans, what was rejected, what if, the ladder
+zero3d plan explain train.yaml --gpu a100-80            one given configuration, term by term
+zero3d plan --theory --params 7.5e9 --gpus 64           the ZeRO paper's figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero3d.config import Config, to_dict
+from zero3d.errors import ConfigError, short
+from zero3d.spec.formats import FORMATS
+from zero3d.spec.optimizer import ADAMW, NAMES
+from zero3d.tools.cli import plan_theory
+from zero3d.tools.cli.kept_specs import open_spec
+from zero3d.tools.cli.plan_options import (
+    format_of,
+    limit_of,
+    lora_of,
+    margin_of,
+    number,
+    open_cluster,
+    price_of,
+    tokens_of,
+)
+from zero3d.tools.cli.plan_theory import parse_params
+from zero3d.tools.cli.planned_file import RunFile
+from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
+from zero3d.tools.page import plan_text
+from zero3d.tools.plan.emit import deepspeed_config, train_config
+from zero3d.tools.plan.estimate import device_at_least, evaluate
+from zero3d.tools.plan.ladder import ladder
+from zero3d.tools.plan.links import Way, crosses, ways
+from zero3d.tools.plan.margin import MARGIN, ends
+from zero3d.tools.plan.rollout import EXAMPLE
+from zero3d.tools.plan.search import (
+    GOALS,
+    LONG,
+    OFFLOADS,
+    Evaluate,
+    Progress,
+    Row,
+    SearchResult,
+    Target,
+    resized,
+    search,
+)
+from zero3d.tools.plan.spec import ClusterSpec, ModelSpec
+from zero3d.tools.plan.what_if import what_if
+
+USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
+TOKENS = 4 * 2**20  # of a step, where nothing is said
+MOST = 4096  # tokens of a sequence, where nothing is said
+LARGER = 64  # times the cluster, up to which one that fits is looked for
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="MODEL",
+        help="a folder, config.json, preset, module:function or a run's train.yaml; or: explain CONFIG KEY=VALUE ...",
+    )
+    parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
+    parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
+    parser.add_argument("--gpus", help="how many GPUs (default: 64; or nodes x GPUs of a node)")
+    parser.add_argument("--gpu", help="which GPU: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
+    parser.add_argument("--nodes", help="number of machines (default: as many as the GPUs fill)")
+    parser.add_argument("--cluster", metavar="FILE", help="file that describes the cluster: YAML, or JSON of calibrate")
+    parser.add_argument(
+        "--seq", help=f"tokens of a sequence: 4096, 32k (x 1024), 1m (x 1024^2) (default: the model's, at most {MOST})"
+    )
+    parser.add_argument("--tokens-per-batch", metavar="T", help=f"tokens of a step (default: about {TOKENS:,})")
+    parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour, in any currency")
+    parser.add_argument("--watts", type=float, metavar="W", help="watts of a GPU, for its energy (default: the card's)")
+    parser.add_argument("--lora", metavar="r=R", help="train low-rank adapters of this rank only: r=128")
+    parser.add_argument(
+        "--quantize", metavar="F", help=f"hold frozen linear layers in {' or '.join(FORMATS)} (beside --lora)"
+    )
+    parser.add_argument("--goal", default="fastest", help=f"{', '.join(GOALS)} (default %(default)s)")
+    parser.add_argument(
+        "--offload",
+        default="auto",
+        help=f"how far states may leave the GPU: {', '.join(OFFLOADS[1:])}, or auto: only if nothing fits otherwise",
+    )
+    parser.add_argument("--optimizer", default=ADAMW, help=f"{' or '.join(NAMES)} (default %(default)s)")
+    parser.add_argument("--assert-fits", metavar="SIZE", help="exit code 1 if no plan fits this memory of a GPU: 78GB")
+    parser.add_argument(
+        "--margin",
+        metavar="M",
+        help=f"share of planned memory that must stay free: 10%%, 0.1 (default: {MARGIN:g}, from published runs)",
+    )
+    parser.add_argument(
+        "--rl", metavar="WHAT", help=f"for explain: estimate a step of reinforcement learning and its stream: {EXAMPLE}"
+    )
+    parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
+    parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")
+    parser.add_argument(
+        "--emit-deepspeed", metavar="FILE", help="write the best plan without a pipeline as DeepSpeed JSON"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the result as an HTML page with charts")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show theory, explain one plan, or search."""
+    words = arguments.words
+    if arguments.html and (arguments.theory or words[:1] == ["explain"]):
+        raise ConfigError(f"--html writes what a search finds, and this is none. Type {USAGE.partition(', or')[0]}")
+    if arguments.theory:
+        plan_theory.show(arguments.params or "7.5e9", arguments.gpus or "64", arguments.json)
+        return 0
+    if words[:1] == ["explain"]:
+        from zero3d.tools.cli import plan_explain  # with all that opens the file of a run
+
+        return plan_explain.run(arguments, words[1:])
+    if arguments.rl:
+        raise ConfigError("--rl prices one given run: zero3d plan explain train.yaml --gpu h100 --rl " + EXAMPLE)
+    if len(words) > 1 or bool(words) == bool(arguments.params):
+        raise ConfigError(
+            f"zero3d plan takes one MODEL, or --params (and got {short(' '.join(words)) or 'none'}). Type {USAGE}"
+        )
+    return _search(arguments, words[0] if words else None)
+
+
+def _search(arguments: argparse.Namespace, path: str | None) -> int:
+    """Find plans, print them, write the files that options name."""
+    if arguments.top < 1:
+        raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
+    price = price_of(arguments)
+    cluster = open_cluster(arguments)
+    if arguments.goal not in GOALS:
+        raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
+    if arguments.offload not in OFFLOADS:
+        raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
+    if arguments.optimizer not in NAMES:
+        raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
+    file = RunFile.of(path)
+    quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
+    optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
+    limit = limit_of(arguments, cluster)
+    model = open_model(arguments, path, file)
+    tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
+    sequences = _sequences(arguments, model, cluster, file)
+    target = Target(sequences, limit, arguments.goal, arguments.offload, optimizer, quantize)
+    priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
+    result = _searched(model, cluster, target, priced)
+    if not result.whole:
+        print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
+    if not result.rows:
+        if arguments.assert_fits:
+            print(plan_text.nothing_fits(model, cluster, target, result, None))
+            return 1
+        raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
+    best = result.rows[0]
+    used = resized(cluster, best.plan.world)
+    rungs = ladder(model, used, target.sequences, target.limit, priced, target.optimizer)
+    knobs = what_if(best, model, used, priced)
+    links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
+    end = ends(model, used, best.plan, limit, priced)
+    answer = plan_text.Answer(
+        model, used, target, result, rungs, knobs, tokens, price, links, margin_of(arguments.margin), end
+    )
+    _write(arguments, answer, path, file)
+    print(
+        json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
+    )
+    return 0 if result.whole else STOPPED
+
+
+def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate) -> SearchResult:
+    """Search, with a line on how far that is.
+
+    Python looks for no cycles meanwhile: there are none among a million small objects, and caches keep most of them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with ProgressLine() as line:
+            return search(model, cluster, target, priced, device_at_least, partial(_show, line))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _show(line: ProgressLine, progress: Progress) -> None:
+    """Write how far a search is, where a line is due."""
+    if line.due:
+        line.show(search_text(progress, line.seconds))
+
+
+def search_text(progress: Progress, seconds: float) -> str:
+    """Return a line on a search: how many plans are priced, the time left, and the best plan so far."""
+    text = f"{progress.priced:,} plans priced, {time_left(progress.done, progress.all, seconds)}"
+    if progress.best is None:
+        return f"{text}; none fits yet"
+    best = progress.best
+    return f"{text}; best so far {best.estimate.seconds.mid:.3g} s a step: {plan_text.short(best.plan)}"
+
+
+def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | None = None) -> ModelSpec:
+    """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError.
+
+    file  a run's, whose model it is
+    """
+    length = None if arguments.seq is None else tokens_of(arguments.seq)
+    if length is not None and length < 2:
+        raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
+    if path is None:
+        if arguments.lora:
+            raise ConfigError("--lora needs a MODEL whose matrices it can adapt, not --params.")
+        if arguments.quantize:
+            raise ConfigError("--quantize needs a MODEL whose frozen layers it packs, not --params.")
+        from zero3d.tools.plan.shapes import of_params
+
+        return of_params(parse_params(arguments.params), length or MOST)
+    lora = lora_of(arguments.lora) if arguments.lora else None
+    if file is not None:
+        return file.model(length, lora)
+    if arguments.quantize and lora is None:
+        raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
+    packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
+    return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=format_of(arguments.quantize))
+
+
+def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:
+    """Price the ways to train over the links between nodes, from the best plan whose dp has several ranks on each."""
+    plan = next((row.plan for row in rows if crosses(row.plan, cluster)), None)
+    return () if plan is None else ways(model, plan, cluster, priced, any_stage=True)
+
+
+def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None) -> int:
+    """Return sequences of a step. Raises ConfigError for tokens that are no whole ones, or too few for every GPU."""
+    tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
+    if tokens is None:
+        return (file.config.train.batch if file else None) or _typical_batch(model, cluster)
+    sequences = int(tokens) // model.length
+    if sequences < 1 or tokens != sequences * model.length:
+        near = max(1, sequences) * model.length
+        raise ConfigError(
+            f"--tokens-per-batch {arguments.tokens_per_batch} is not a multiple of sequences of {model.length}: "
+            f"{int(tokens)} / {model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
+        )
+    return sequences
+
+
+def _typical_batch(model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Return the multiple of the GPUs that is nearest to TOKENS."""
+    return max(1, round(TOKENS / model.length / cluster.gpus)) * cluster.gpus
+
+
+def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int, Row] | None:
+    """Return the smallest power-of-two multiple of this cluster that can do it, and its best plan."""
+    times = 2
+    while times <= LARGER:
+        bigger = resized(cluster, cluster.gpus * times)
+        sequences = -(-target.sequences // bigger.gpus) * bigger.gpus
+        offload = "none" if target.offload == "auto" else target.offload
+        wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
+        with ProgressLine() as line:
+            result = search(model, bigger, wanted, evaluate, device_at_least, partial(_show, line))
+        if result.rows:
+            return bigger.gpus, result.rows[0]
+        times *= 2
+    return None
+
+
+def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None, file: RunFile | None) -> None:
+    """Write the files that --emit, --emit-deepspeed and --html name. Raises ConfigError before any is written."""
+    rows = answer.result.rows
+    texts: dict[str, str] = {}
+    if arguments.emit:
+        if path is None:
+            raise ConfigError("--emit writes a file for `zero3d train`, which needs a MODEL, not --params.")
+        known = file.config.model.path if file else path
+        tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
+        tree = (file.with_plan(tree) if file else tree) | _adapters(arguments.lora)
+        texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(tree, sort_keys=False)
+    if arguments.emit_deepspeed:
+        flat = next(
+            (row for row in rows if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel), rows[0]
+        )
+        texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
+    if arguments.html:
+        from zero3d.tools.page.plan_page import plan_page
+
+        texts[arguments.html] = plan_page(answer, arguments.top)
+    for name, text in texts.items():
+        try:
+            Path(name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{name}: cannot be written ({error.strerror}).") from error
+        print(f"written: {name}", file=sys.stderr)
+    if arguments.emit_deepspeed and flat.plan != rows[0].plan:
+        print(
+            f"DeepSpeed's JSON has no pipelines, so it has another plan: {plan_text.short(flat.plan)}", file=sys.stderr
+        )
+    if arguments.emit_deepspeed and flat.plan.activations != "none":
+        print(
+            f"It has no key for activations: {flat.plan.activations}, without which the plan may not fit",
+            file=sys.stderr,
+        )
+
+
+def _adapters(asked: str | None) -> dict[str, Any]:
+    """Return the section `lora` of a file, where --lora asks for one."""
+    if asked is None:
+        return {}
+    choice, plain = to_dict(Config(lora=lora_of(asked)))["lora"], to_dict(Config())["lora"]
+    return {"lora": {key: value for key, value in choice.items() if value != plain[key]}}
+
+
+def _tokenizer(path: str) -> str | None:
+    """Return the tokenizer to write down: "bytes" for a model that comes without one."""
+    return None if Path(path).is_dir() and any(Path(path).glob("tokenizer*")) else "bytes"

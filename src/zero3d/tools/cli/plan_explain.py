@@ -1,0 +1,215 @@
+"""`zero3d plan explain CONFIG KEY=VALUE ...`: what one configuration needs and how long its step takes, by terms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from zero3d.config import Config, load, split_words
+from zero3d.errors import ConfigError
+from zero3d.pipeline.schedules import Schedule
+from zero3d.spec.offload import AUTO
+from zero3d.spec.sections import planned
+from zero3d.spec.text import binary, columns
+from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
+from zero3d.tools.cli.kept_specs import open_spec
+from zero3d.tools.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, price_of
+from zero3d.tools.cli.train import config_source
+from zero3d.tools.page import plan_text
+from zero3d.tools.plan.emit import plan_of
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.margin import Ends, Range, ends
+from zero3d.tools.plan.memory import instants
+from zero3d.tools.plan.rollout import Rollout, split
+from zero3d.tools.plan.search import Row, resized, tp_refused
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.tools.plan.weights import weights_note, with_weights
+from zero3d.tools.plan.what_if import what_if
+
+OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead
+    "params": "model.path=MODEL",
+    "seq": "data.length=TOKENS",
+    "tokens_per_batch": "train.batch=SEQUENCES",
+    "goal": "",
+    "offload": "offload.optimizer=PLACE",
+    "optimizer": "optimizer.name=NAME",
+    "top": "",
+    "emit": "",
+    "emit_deepspeed": "",
+}
+PLACES = ("none", *tiers_of(OPTIMIZER))  # that auto tries in turn
+TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d simulate has it"
+
+
+class Explained(NamedTuple):
+    """Holds one plan, and what it must fit into.
+
+    limit   bytes of a GPU that may be planned; margin: beside them
+    tokens  of the whole training; price: of a GPU-hour
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    row: Row
+    limit: float
+    margin: float
+    tokens: float | None
+    price: float | None
+
+    @property
+    def room(self) -> float:
+        """Return the bytes that a plan and its margin may take."""
+        return self.limit * (1 + self.margin)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether a GPU and a node have room for the plan."""
+        memory = self.row.estimate.memory
+        return memory.device <= self.limit and not memory.lacks(self.cluster)
+
+    @property
+    def ends(self) -> Ends | None:
+        """Return what would no longer fit; None where the plan itself does not."""
+        return ends(self.model, self.cluster, self.row.plan, self.limit, evaluate) if self.fits else None
+
+
+def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    """Print the terms; return 1 if --assert-fits gives a size and the plan needs more."""
+    path, overrides = split_words(list(words))
+    if path is None and not overrides:
+        raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
+    rollout = Rollout.of(arguments.rl) if arguments.rl else None
+    config = load(config_source(path, overrides)[1], overrides)
+    _refuse_search(arguments)
+    asked, price = number(arguments.tokens, "--tokens"), price_of(arguments)
+    if arguments.quantize:
+        config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
+    cluster = open_cluster(arguments)
+    plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
+    lora = lora_of(arguments.lora) if arguments.lora else config.lora
+    model = open_spec(
+        config.model.path,
+        config.data.length,
+        chosen=config.model,
+        lora=lora,
+        packed=bool(config.data.packing),
+        freeze=config.freeze,
+        quantize=config.model.quantize,
+    )
+    try:
+        check(model, plan, cluster)
+    except ConfigError:
+        from zero3d.train.setup.text_part import naming_text_part  # with torch
+
+        with naming_text_part(config):
+            raise
+    cluster = resized(cluster, plan.world)
+    limit = limit_of(arguments, cluster)
+    row = _first_that_fits(_with_places(plan, config), model, cluster, limit)
+    if plan.zero.weights == AUTO:
+        note = weights_note(model, row.plan.replace(weights=AUTO), cluster)
+        row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, note)))
+    if config.zero.gather_budget is not None:
+        row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
+    parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
+    tokens = asked or _tokens(config, row.estimate)
+    explained = Explained(model, cluster, row, limit, margin_of(arguments.margin), tokens, price)
+    if arguments.json:
+        print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
+    else:
+        for line in _lines(explained):  # as they come: Ctrl-C leaves those that are known
+            print(line, flush=True)
+        print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
+    return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
+
+
+def _refuse_search(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that explain would not heed."""
+    for name, word in OF_A_SEARCH.items():
+        if getattr(arguments, name) != arguments.parser.get_default(name):
+            instead = f": type {word}" if word else ", and one plan is explained: leave it out"
+            raise ConfigError(f"--{name.replace('_', '-')} is an option of a search{instead}.")
+
+
+def _with_places(plan: ParallelPlan, config: Config) -> list[ParallelPlan]:
+    """Return the plan with states at each place that its file leaves open."""
+    asked = planned(config.offload)
+    if asked.optimizer != AUTO:
+        return [plan]
+    return [plan.replace(offload=replace(asked, optimizer=place).settled) for place in PLACES]
+
+
+def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:
+    """Return the first plan that a GPU and a host have room for, else the last."""
+    rows = [Row(with_weights(model, plan, cluster), evaluate(model, cluster, plan)) for plan in plans]
+    fits = (row for row in rows if row.estimate.memory.device <= limit and not row.estimate.memory.lacks(cluster))
+    return next(fits, rows[-1])
+
+
+def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
+    """Raise ConfigError for degrees that do not divide the model."""
+    why = tp_refused(model, plan.tp, max(cluster.per_node, plan.tp))
+    if why is not None:
+        raise ConfigError(f"mesh.tp={plan.tp} cannot be: {why}. Pass another mesh.tp.")
+    if plan.pp > 1:
+        Schedule.of(plan.schedule).check_blocks(len(model.blocks), plan.pp, model.name)
+
+
+def _tokens(config: Config, estimate: Estimate) -> float | None:
+    """Return the tokens of the whole training, where the file says how many steps it has."""
+    return None if config.train.steps is None else float(config.train.steps * estimate.tokens)
+
+
+def _json(explained: Explained) -> dict[str, Any]:
+    """Return what the lines say as plain values."""
+    model, cluster, row, limit, margin, tokens, price = explained
+    return {
+        **plan_text.row_json(row),
+        **plan_text.plan_json(model, cluster, row, limit, margin, explained.ends),
+        "fits": explained.fits,
+        "instants": [
+            {"instant": name, **{category: size for category, size in parts.items() if size}}
+            for name, parts in plan_text.shown_instants(instants(model, row.plan))
+        ],
+        "what_if": plan_text.knobs_json(what_if(row, model, cluster, evaluate)),
+        "cost": plan_text.cost_json(row.estimate, cluster, tokens, price),
+    }
+
+
+def _lines(explained: Explained) -> Iterator[str]:
+    model, cluster, row = explained[:3]
+    plan, estimate = row.plan, row.estimate
+    yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
+    yield plan_text.short(plan)
+    yield ""
+    yield from plan_text.memory_lines(estimate.memory)
+    yield _verdict(explained)
+    yield ""
+    yield from plan_text.instant_lines(instants(model, plan))
+    yield ""
+    yield from plan_text.time_lines(row, cluster)
+    yield from plan_text.cost_lines(estimate, cluster, explained.tokens, explained.price)
+    yield ""
+    yield "What if, one setting changed (memory, time of a step, what moves the peak):"
+    knobs = what_if(row, model, cluster, evaluate)
+    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, explained.limit, cluster), "<>><<")
+    for note in estimate.notes:
+        yield f"Note: {note}"
+
+
+def _verdict(explained: Explained) -> str:
+    cluster, memory, room = explained.cluster, explained.row.estimate.memory, binary(explained.room)
+    if lacks := memory.lacks(cluster):
+        name, more = next(iter(lacks.items()))
+        there = cluster.figure(TIERS[name].capacity)
+        return f"Does not fit a {name} of {there / 1e9:.1f} GB: {more / 1e9:.1f} GB too much."
+    planned = plan_text.around(memory.device, explained.margin)
+    left = explained.room - Range.of(memory.device, explained.margin).high
+    margin = f"a margin of {100 * explained.margin:.3g} %, {plan_text.origin(explained.margin)}"
+    if left < 0:
+        return f"Does not fit {room} with {margin}: {planned} GiB, {binary(-left)} too much."
+    end = plan_text.would_end(explained.ends)
+    return f"Fits {room} with {margin}: {planned} GiB, {binary(left)} left{end}."

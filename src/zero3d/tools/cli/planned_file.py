@@ -1,0 +1,86 @@
+"""`zero3d plan train.yaml`: plans for the model, the data and the batch of a run's own file, and that file with a plan.
+
+    of the file     model, lora, freeze, data.length, data.packing, train.batch, train.steps (how long), optimizer.name
+    of the plan     mesh, zero, offload, activations, train.micro_batch, train.accumulate; train.tiled_loss if it says
+    stays           everything else: data, output, learning rates, ...
+
+What a command says (--seq, --lora, --tokens-per-batch, ...) is taken in place of the file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero3d.config import Config, Lora, load
+from zero3d.config.read import read_tree
+from zero3d.errors import ConfigError
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.zero import Zero
+from zero3d.tools.cli.kept_specs import open_spec
+from zero3d.tools.plan.spec import ModelSpec
+
+ENDINGS = (".yaml", ".yml")
+PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
+REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
+PORTIONS = (*REPLACED, "tiled_loss")  # of train that a plan may say
+
+
+class RunFile(NamedTuple):
+    """A run's file: as it is written, and as it is read."""
+
+    tree: Mapping[str, Any]
+    config: Config
+
+    @classmethod
+    def of(cls, words: str | None) -> RunFile | None:
+        """Read a MODEL that is the file of a run; None for any other. Raises ConfigError."""
+        if words is None or not words.endswith(ENDINGS) or not Path(words).is_file():
+            return None
+        config = load(words)
+        if config.precision != "bf16":
+            raise ConfigError(
+                f"{words}: plans are searched in bf16, and precision is {config.precision}: zero3d plan explain "
+                "prices it."
+            )
+        return cls(read_tree(Path(words)), config)
+
+    def model(self, length: int | None, lora: Lora | None) -> ModelSpec:
+        """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
+
+        length, lora  instead of the file's
+        """
+        config = self.config
+        model = open_spec(
+            config.model.path,
+            length or config.data.length,
+            chosen=config.model,
+            lora=lora or config.lora,
+            packed=bool(config.data.packing),
+            freeze=config.freeze,
+            quantize=config.model.quantize,
+        )
+        return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
+
+    def tokens(self, model: ModelSpec) -> float | None:
+        """Return the tokens of the whole training, where the file says how many steps and sequences it has."""
+        train = self.config.train
+        return None if train.steps is None or train.batch is None else float(train.steps * train.batch * model.length)
+
+    def with_plan(self, planned: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the file with a plan's settings in the place of its own. planned: `emit.train_config`."""
+        tree = {key: value for key, value in self.tree.items() if key not in PLANNED}
+        for name, section in PLANNED.items():
+            known = {key.name for key in fields(section)}
+            own = {key: value for key, value in (self.tree.get(name) or {}).items() if key not in known}
+            if merged := {**own, **planned.get(name, {})}:
+                tree[name] = merged
+        train = {key: value for key, value in (self.tree.get("train") or {}).items() if key not in REPLACED}
+        tree["train"] = {**train, **{key: value for key, value in planned["train"].items() if key in PORTIONS}}
+        tree["data"] = {**(self.tree.get("data") or {}), "length": planned["data"]["length"]}
+        if "packing" in planned["data"]:
+            tree["data"]["packing"] = planned["data"]["packing"]
+        return {**tree, "activations": planned["activations"], "output": self.tree.get("output") or planned["output"]}

@@ -1,0 +1,174 @@
+"""What a plan needs and how long its step takes: `evaluate(model, cluster, plan, system) -> Estimate`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from math import inf
+
+from zero3d.account.transients import logits_bytes
+from zero3d.blueprint.layout import padding_warning
+from zero3d.errors import ConfigError
+from zero3d.pipeline.schedules import Schedule
+from zero3d.spec.tiers import TIERS
+from zero3d.tools.plan.footprint import tiles_loss
+from zero3d.tools.plan.kernels import IMBALANCE, step_operations
+from zero3d.tools.plan.memory import memory as engine_memory, memory_at_least
+from zero3d.tools.plan.profile_memory import profile_memory
+from zero3d.tools.plan.profiles import Profile, profile
+from zero3d.tools.plan.rank_model import rank_model
+from zero3d.tools.plan.search import ep_refused, shard_refused
+from zero3d.tools.plan.sequence import sp_refused
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
+from zero3d.tools.plan.states import check_rules, with_algorithm
+from zero3d.tools.plan.tier_time import chosen_executor, executor_note
+from zero3d.tools.plan.time import step_seconds
+from zero3d.tools.plan.traffic import busiest_traffic
+from zero3d.tools.plan.weights import with_weights
+
+EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
+TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
+SEEN = re.compile(r"with an image of [\d,]+ tokens")
+BEYOND = re.compile(r"beyond its ([\d,]+) positions")
+UNEVEN = (
+    f"experts: bytes assume equally many tokens on all experts, seconds {IMBALANCE:g} x the mean on the busiest ep "
+    "rank; zero3d compare prints a run's expert load"
+)
+TILED = "train.tiled_loss=auto computes the next-token loss in tiles here, without {:.1f} GB of logits"
+UNPACKED = "planned with one document per sequence: data.packing=true keeps a mask and repeated key-value heads, too"
+
+
+class Priced(Estimate):
+    """An estimate of a plan whose memory is known: all else is computed when it is first read.
+
+    A search reads the seconds of plans that fit alone, and what they send of those that it shows.
+    """
+
+    _of: tuple[ModelSpec, ClusterSpec, ParallelPlan, Profile]
+
+    @classmethod
+    def of(
+        cls, model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: Profile, memory: Memory
+    ) -> Estimate:
+        """Return the estimate of a plan. plan: with its algorithm and executor chosen."""
+        priced = object.__new__(cls)
+        tokens = plan.rows * plan.accumulate * plan.micro_batch * model.length
+        vars(priced).update(memory=memory, tokens=tokens, flops=step_operations(model, plan))
+        vars(priced).update(_of=(model, cluster, plan, system))
+        return priced
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """Return the seconds of a step."""
+        model, cluster, plan, system = self._of
+        return step_seconds(model, plan, cluster, system.pace)
+
+    @cached_property
+    def traffic(self) -> Mapping[str, float]:
+        """Return what the busiest rank sends."""
+        model, _, plan, system = self._of
+        return busiest_traffic(model, plan) if system.pace.as_zero3d else {}
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader must know of these figures."""
+        model, cluster, plan, system = self._of
+        return _notes(model, cluster, plan, self.memory, system.pace.as_zero3d)
+
+
+def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str | Profile = "zero3d") -> Estimate:
+    """Estimate the memory of the fullest rank class and the seconds of a step. Raises ConfigError for what cannot be.
+
+    system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
+            deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, torchtitan-async-tp, nanotron, or one of yours
+    """
+    chosen = profile(system) if isinstance(system, str) else system
+    as_zero3d = chosen.pace.as_zero3d
+    plan = _resolved(model, cluster, plan, as_zero3d=as_zero3d)
+    memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
+    return Priced.of(model, cluster, plan, chosen, memory)
+
+
+def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, above: float = inf) -> float:
+    """Return bytes below which `evaluate` does not find the device's, for less work. Raises ConfigError as it does.
+
+    above  the first bound of more than these bytes will do
+    """
+    return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True), above)
+
+
+@lru_cache(maxsize=64)
+def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, *, as_zero3d: bool) -> ParallelPlan:
+    """Return the plan with its algorithm, executor and weights chosen. Raises ConfigError for what cannot be."""
+    if as_zero3d:  # its schedules are torch's: the chunks per rank follow
+        check_rules(plan)
+        virtual = Schedule.of(plan.schedule).chunks_per_rank
+        plan = plan if plan.virtual == virtual else plan.replace(virtual=virtual)
+    check_degrees(model, cluster, plan)
+    plan = chosen_executor(with_algorithm(plan, cluster), cluster)
+    return with_weights(model, plan, cluster) if as_zero3d else plan
+
+
+def _notes(
+    model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, memory: Memory, as_zero3d: bool
+) -> tuple[str, ...]:
+    notes = [executor_note(plan, cluster)] if as_zero3d and plan.offload.optimizer != "none" else []
+    notes += [model.provenance] if model.provenance.startswith("assumed") else []
+    notes += [UNEVEN] if plan.ep > 1 else []
+    if any(part.operations.eager for part in model.blocks):
+        notes.append(EAGER)
+    if model.provenance.startswith("traced") and "packed" not in model.provenance:
+        notes.append(UNPACKED)
+    if "text alone" in model.provenance:
+        notes.append(TEXT)
+    if beyond := BEYOND.search(model.provenance):
+        notes.append(
+            f"the model has {beyond[1]} positions: before it trains, give it a config.json with {model.length:,} or "
+            "more max_position_embeddings, and rope_parameters for them"
+        )
+    if seen := SEEN.search(model.provenance):
+        notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
+    if plan.tiled_loss is not True and tiles_loss(model, plan):
+        nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, plan.compute.itemsize)
+        notes.append(TILED.format(nbytes / 1e9))
+    for name in memory.lacks(cluster):
+        held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)
+        notes.append(f"{name} memory: {held / 1e9:.0f} GB needed on a node of {there / 1e9:.0f} GB")
+    units = [unit for units in rank_model(model, plan, 0).units.values() for unit in units] if as_zero3d else []
+    padded = padding_warning([unit.layout for unit in units]) if as_zero3d else None
+    return (*notes, padded) if padded else tuple(notes)
+
+
+def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:
+    """Refuse degrees that fit neither cluster nor model."""
+    degrees = {
+        "dp": plan.dp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "micro_batch": plan.micro_batch,
+        "accumulate": plan.accumulate,
+    }
+    small = [name for name, value in degrees.items() if value < 1]
+    if small:
+        raise ConfigError(f"{small[0]}={degrees[small[0]]}: must be at least 1.")
+    if plan.world > cluster.gpus:
+        raise ConfigError(
+            f"dp={plan.dp} x tp={plan.tp} x pp={plan.pp} = {plan.world} ranks do not fit {cluster.gpus} GPUs: "
+            f"pass dp={max(1, cluster.gpus // (plan.tp * plan.pp))}."
+        )
+    why = ep_refused(model, plan.dp, plan.ep) if plan.ep > 1 else None
+    if why is not None:
+        raise ConfigError(f"ep={plan.ep} cannot be: {why}.")
+    heads = plan.mesh.sp_kind == "heads"
+    why = sp_refused(model, plan.dp, plan.tp, plan.sp, heads) if plan.sp > 1 else None
+    if why is not None:
+        raise ConfigError(f"sp={plan.sp} cannot be: {why}.")
+    why = shard_refused(plan.dp, plan.ep, plan.sp, plan.shard)
+    if why is not None:
+        raise ConfigError(f"shard={plan.shard} cannot be: {why}.")
+    if model.heads % plan.tp or model.hidden % plan.tp:
+        raise ConfigError(f"tp={plan.tp} does not divide {model.heads} heads and hidden {model.hidden}.")
+    parts = plan.pp * plan.virtual
+    if parts > len(model.blocks):
+        raise ConfigError(f"pp={plan.pp} x virtual={plan.virtual} = {parts} parts for {len(model.blocks)} blocks.")

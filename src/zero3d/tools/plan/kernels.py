@@ -1,0 +1,353 @@
+"""Seconds of a part's forward and backward on one rank: a roofline per matrix, attention, and what memory bounds.
+
+    matrix product    flops / (e x peak) + bytes / bandwidth, for each weight; backward twice, once if frozen. Where a
+                      machine was measured, e falls with the smallest side: e / (1 + half / side)
+    packed matrix     and bytes that its decoding moves / bandwidth, forward and backward
+    experts           the same of all experts that a rank reads, each source's rows apart; beyond one rank the busiest
+                      has `imbalance` times the mean's rows; packed ones are computed once more in backward
+    attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again)
+    attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
+    the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
+
+e and a are what kernels reach of a card's peak; small matrices lose by their bytes. constants.py says
+where the numbers are from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from zero3d.tools.plan.constants import VALUES, Values, constant, of_system
+from zero3d.tools.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPlan, Part
+
+CARDS = ("v100", "a100", "h100", "h200", "cpu")  # whose rates are known, by the start of a card's name
+OTHER_CARDS = "other cards"
+HOPPER = ("h100", "h200")
+IMBALANCE = constant("experts", "imbalance")
+DECODED = constant("bases", "decoded")
+PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
+
+
+@dataclass(frozen=True)
+class CardRates:
+    """Rates that kernels reach: fractions of a card's peak (matrix products, flash attention) and of its bandwidth."""
+
+    matrix: float
+    flash: float
+    memory: float
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The constants of kernels' time. Equal to itself alone: a key of caches.
+
+    eager_passes    over kept scores, in eager attention
+    rest_passes     over what is kept for the backward
+    flash_backward  of flash attention, of its forward
+    launch          seconds per kernel, where the device waits for the host
+    fp8             matrix products in 8 bits over those in 16, quantising included
+    odd_head        eager attention whose heads are not a multiple of 8 misses the tensor cores
+    hopper          flash attention by kernels written for Hopper, over those that were not
+    cards           rates by the start of a card's name
+    """
+
+    eager_passes: float
+    rest_passes: float
+    flash_backward: float
+    launch: float
+    fp8: float
+    odd_head: float
+    hopper: float
+    cards: Mapping[str, CardRates]
+
+    @classmethod
+    def of(cls, values: Values = VALUES) -> Kernels:
+        """Read the constants."""
+        cards = {name: CardRates(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
+        return cls(cards=cards, **of_system("kernels", values))
+
+    def for_hopper(self) -> Kernels:
+        """Return the constants where attention's kernels are those that were written for Hopper."""
+        faster = {name: replace(self.cards[name], flash=self.hopper * self.cards[name].flash) for name in HOPPER}
+        return replace(self, cards={**self.cards, **faster})
+
+    def rates_of(self, gpu: Gpu) -> CardRates:
+        """Return a card's rates, or those that `zero3d calibrate` measured (its bandwidth is a measured one)."""
+        if gpu.matrix is not None and gpu.flash is not None:
+            return CardRates(gpu.matrix, gpu.flash, 1.0)
+        return self.cards[next((name for name in CARDS if gpu.name.startswith(name)), OTHER_CARDS)]
+
+
+KERNELS = Kernels.of()
+
+
+class Work(NamedTuple):
+    """Seconds of one kind of kernel, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+class PartWork(NamedTuple):
+    """Seconds of one micro-batch through a part on one rank, by kind of kernel."""
+
+    matrices: Work
+    attention: Work
+    rest: Work
+
+    @property
+    def forward(self) -> float:
+        """Return the seconds of the forward."""
+        return sum(work.forward for work in self)
+
+    @property
+    def backward(self) -> float:
+        """Return the seconds of the backward, nothing recomputed."""
+        return sum(work.backward for work in self)
+
+
+class Matrix(NamedTuple):
+    """A weight that tokens are multiplied with: rows, columns, the dimension that tp cuts, and how many.
+
+    packed  it is decoded before each product
+    """
+
+    shape: tuple[int, int]
+    cut: int | None
+    trainable: bool
+    packed: bool
+    many: int
+
+
+class Stack(NamedTuple):
+    """A layer's experts: their elements, the share of them that a token meets, and whether tp cuts them.
+
+    packed  elements that are decoded before the products
+    """
+
+    elements: int
+    share: float
+    cut: bool
+    trainable: bool
+    packed: int = 0
+
+
+class Shape(NamedTuple):
+    """All of a part that its time depends on. dispatched: its operations where tokens are sent to experts."""
+
+    kind: str
+    matrices: tuple[Matrix, ...]
+    operations: Operations
+    head: int
+    stack: Stack | None = None
+    dispatched: Operations | None = None
+
+
+class Divided(NamedTuple):
+    """How a plan divides a part's work.
+
+    sources  of rows that experts compute apart, 0 where nothing is dispatched; busy: rows of the busiest over the mean
+    """
+
+    tp: int
+    sequence_parallel: bool
+    ep: int
+    sources: int
+    busy: float
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, busy: float = IMBALANCE) -> Divided:
+        """Read it off a plan."""
+        sources = (plan.ep if plan.mesh.experts == "exact" else 1) if plan.dispatches else 0
+        return cls(plan.tp, plan.mesh.sequence_parallel, plan.ep, sources, busy)
+
+
+class Digest(NamedTuple):
+    """A model's parts, in order, alike ones the same object; all parameters, and those that get gradients.
+
+    numels, stacked  parameters of each part, and of those experts
+    width            bytes in which one of them is gathered, in a 16-bit run
+    """
+
+    shapes: tuple[Shape, ...]
+    numels: tuple[int, ...]
+    stacked: tuple[int, ...]
+    params: int
+    trainable: int
+    width: float
+
+
+@lru_cache(maxsize=8)
+def digest(model: ModelSpec) -> Digest:
+    """Digest a model's parts, alike ones as one object."""
+    alike: dict[Shape, Shape] = {}
+    met = model.chosen / model.experts if model.experts else 0.0
+    listed = [_shape(part, model.hidden // max(1, model.heads), met) for part in model.parts]
+    shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
+    numels = tuple(part.numel for part in model.parts)
+    weights = [weight for part in model.parts for unit in part.units if not unit.copy_of for weight in unit.weights]
+    packed = sum(weight.numel for weight in weights if weight.matrix is not None)
+    width = 2.0 - packed / max(1, sum(numels))
+    return Digest(shapes, numels, tuple(part.stacked for part in model.parts), sum(numels), model.trainable, width)
+
+
+def step_operations(model: ModelSpec, plan: ParallelPlan) -> float:
+    """Return the operations of a step on all ranks, without those of recomputation."""
+    tokens, known = plan.rows * plan.accumulate * plan.micro_batch * model.length, digest(model)
+    passes = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
+    return passes * tokens * _operations_per_token(model)
+
+
+@lru_cache(maxsize=8)
+def _operations_per_token(model: ModelSpec) -> float:
+    return sum(part.operations.matrices + part.operations.scores for part in model.parts)
+
+
+def _shape(part: Part, head: int, met: float) -> Shape:
+    counts: dict[tuple[tuple[int, int], int | None, bool, bool], int] = {}
+    for unit in part.units if part.kind != "embedding" else ():
+        for weight in unit.weights:
+            shape, packed = weight.matrix or weight.shape, weight.matrix is not None
+            if len(shape) == 2 and not weight.stacked:
+                key = (shape[0], shape[1]), weight.cut, weight.trainable, packed
+                counts[key] = counts.get(key, 0) + 1
+    matrices = tuple(Matrix(*key, many) for key, many in counts.items())
+    return Shape(part.kind, matrices, part.operations, head, _stack(part, met), part.dispatched)
+
+
+def _stack(part: Part, met: float) -> Stack | None:
+    """Return the experts of a part, if it has any. Biases, [experts, width], cost nothing."""
+    stacks = [w for unit in part.units for w in unit.weights if w.stacked and len(w.matrix or w.shape) > 2]
+    if not stacks:
+        return None
+    cut, trainable = (any(of(w) for w in stacks) for of in (lambda w: w.cut is not None, lambda w: w.trainable))
+    packed = sum(prod(w.matrix) for w in stacks if w.matrix is not None)
+    return Stack(packed + sum(w.numel for w in stacks if w.matrix is None), met, cut, trainable, packed)
+
+
+def part_work(
+    shape: Shape,
+    model: ModelSpec,
+    plan: ParallelPlan,
+    cluster: ClusterSpec,
+    speed: float = 1.0,
+    kernels: Kernels = KERNELS,
+    busy: float = IMBALANCE,
+) -> PartWork:
+    """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates.
+
+    busy  rows of the busiest ep rank over those of the mean
+    """
+    return _part_work(shape, _run(model, plan, cluster, speed, kernels, busy))
+
+
+def works(
+    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float, kernels: Kernels, busy: float = IMBALANCE
+) -> tuple[PartWork, ...]:
+    """Return the same of all parts of a model, in order."""
+    return _works(model, _run(model, plan, cluster, speed, kernels, busy))
+
+
+class _Run(NamedTuple):
+    """What the seconds of a part depend on, beside the part. narrow: what products gain by a narrow precision."""
+
+    tokens: int
+    by: Divided
+    gpu: Gpu
+    speed: float
+    narrow: float
+    kernels: Kernels
+
+
+def _run(
+    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float, kernels: Kernels, busy: float
+) -> _Run:
+    narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
+    return _Run(plan.tokens(model.length), Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels)
+
+
+@lru_cache(maxsize=1024)
+def _works(model: ModelSpec, run: _Run) -> tuple[PartWork, ...]:
+    alike = {id(shape): shape for shape in digest(model).shapes}
+    found = {key: _part_work(shape, run) for key, shape in alike.items()}
+    return tuple(found[id(shape)] for shape in digest(model).shapes)
+
+
+@lru_cache(maxsize=4096)
+def _part_work(shape: Shape, run: _Run) -> PartWork:
+    tokens, by, gpu, speed, narrow, kernels = run
+    rates, tp = kernels.rates_of(gpu), by.tp
+    operations = shape.dispatched if by.sources and shape.dispatched is not None else shape.operations
+    bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
+    routed = 0.0 if shape.stack is None else 2.0 * shape.stack.share * shape.stack.elements
+    dense = operations.matrices - routed
+    reached = _Products(narrow * peak, bandwidth, kernels.launch, gpu.half)
+    matrices = _matrices(shape, dense, tokens, tp, reached)
+    if shape.stack is not None:
+        experts = _experts(shape.stack, routed * tokens, by, reached)
+        matrices = Work(*(a + b for a, b in zip(matrices, experts, strict=True)))
+    flops = operations.scores * tokens / tp
+    if operations.eager:
+        slow = kernels.odd_head if shape.head % 8 else 1.0
+        scores = 2 * flops / peak * slow + kernels.eager_passes * operations.attention * tokens / tp / bandwidth
+        attention = Work(scores, 2 * scores)
+    else:
+        flash = flops / (rates.flash * speed * gpu.flops)
+        attention = Work(flash, kernels.flash_backward * flash)
+    whole = operations.kept_whole / (tp if by.sequence_parallel else 1)
+    kept = (operations.kept_cut - operations.attention) / tp + whole
+    rest = kernels.rest_passes * kept * tokens / bandwidth
+    return PartWork(matrices, attention, Work(rest, rest))
+
+
+class _Products(NamedTuple):
+    """Bounds the time of matrix products: by operations and bytes per second, a kernel's launch, and small sides.
+
+    half  the side of a square product at which a card reaches half of `peak`
+    """
+
+    peak: float
+    bandwidth: float
+    launch: float
+    half: float
+
+
+def _experts(stack: Stack, flops: float, by: Divided, rates: _Products) -> Work:
+    """Time the products of a layer's experts: every rank reads its own once for each source of rows."""
+    peak, bandwidth, launch, _ = rates  # how many rows an expert gets is a router's to say, so none is called small
+    tp = by.tp if stack.cut and not by.sources else 1
+    read = 2.0 * stack.elements / tp * max(1, by.sources) / by.ep
+    busy = by.busy if by.ep > 1 else 1.0
+    forward = busy * flops / tp / peak + read / bandwidth + PRODUCTS * max(1, by.sources) * launch
+    if stack.packed:  # a backward runs the forward again
+        forward += DECODED * stack.packed / tp / by.ep * max(1, by.sources) / bandwidth
+        return Work(forward, 2 * forward)
+    return Work(forward, forward * (2 if stack.trainable else 1))
+
+
+def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: _Products) -> Work:
+    """Time all products with weights; `dense` operations beyond these (convolutions) run at the same rate."""
+    peak, bandwidth, launch, half = rates
+    forward = backward = counted = 0.0
+    for (rows, columns), cut, trainable, packed, many in shape.matrices:
+        n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
+        reached = peak / (1 + half / min(tokens, n, k))
+        seconds = 2.0 * tokens * n * k / reached + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + launch
+        seconds += DECODED * n * k / bandwidth if packed else 0.0
+        forward += many * seconds
+        backward += many * seconds * (2 if trainable else 1)
+        counted += many * 2.0 * rows * columns
+    if not counted:
+        return Work(dense * tokens / tp / peak, 2 * dense * tokens / tp / peak)
+    scale = dense / counted
+    return Work(forward * scale, backward * scale)
+
+
+def total(works: Iterable[PartWork]) -> PartWork:
+    """Sum parts that run one after the other."""
+    listed = list(works)
+    return PartWork(*(Work(sum(w[i].forward for w in listed), sum(w[i].backward for w in listed)) for i in range(3)))

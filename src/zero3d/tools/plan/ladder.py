@@ -1,0 +1,76 @@
+"""The ladder of ZeRO stages and offload for one model and N ranks, in the order of its own bytes.
+
+    rung          on the device, bytes per parameter       moved to the host
+    ------------  ---------------------------------------  ------------------
+    1             2 + 4 + 12/N                             -
+    2             2 + 4/N + 12/N                           -
+    2 + offload   2 + 4/N                                  12/N
+    3             (2 + 4 + 12)/N                           -
+    3 + offload   (2 + 4)/N                                12/N
+
+The practice report's rule of thumb climbs them in this order: 1, 2, 2 + offload, 3, 3 + offload, each needing less
+memory than the one before. That holds only while stage 2 with offload keeps more than stage 3. Its 2 Psi do not
+shrink with N, and stage 3's do: by the paper's bytes 2 + 2/N = 16/N, by the engine's 2 + 4/N = 18/N, both at N = 7
+(and 2 Psi alone against 16 Psi/N at N = 8). With fewer ranks stage 3 needs more, and comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero3d.spec.offload import AUTO
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
+from zero3d.spec.tiers import OPTIMIZER, tiers_of
+from zero3d.tools.plan.search import LONG, Evaluate, shares
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.tools.plan.time import faster_reduction
+
+RULE = ("1", "2", "2 + offload", "3", "3 + offload")  # the practice report's order
+AWAY = tiers_of(OPTIMIZER)[0]
+RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, AWAY), "3": (3, "none"), "3 + offload": (3, AWAY)}
+
+
+class Rung(NamedTuple):
+    """One way to hold the states. fits: with the activations of this plan."""
+
+    name: str
+    plan: ParallelPlan
+    estimate: Estimate
+    fits: bool
+
+
+def ladder(
+    model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate, optimizer: str = ADAMW
+) -> list[Rung]:
+    """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest.
+
+    Moments of 8 bits stay on the device: they have no rung off it. Long sequences are on as many ranks as share them.
+    """
+    sp = max(shares(model, cluster.gpus, 1))
+    plan = ParallelPlan(
+        dp=cluster.gpus,
+        sp=sp,
+        accumulate=max(1, sequences * sp // cluster.gpus),
+        activations="full",
+        tiled_loss=model.length >= LONG or AUTO,
+        optimizer=optimizer,
+    )
+    rungs = []
+    for name, (stage, offload) in RUNGS.items():
+        if offload != "none" and OPTIMIZERS[optimizer].coded:
+            continue
+        rung_plan = faster_reduction(model, plan.replace(stage=stage, offload=offload), cluster)
+        estimate = evaluate(model, cluster, rung_plan)
+        fits = estimate.memory.device <= limit and not estimate.memory.lacks(cluster)
+        rungs.append(Rung(name, rung_plan, estimate, fits))
+    return sorted(rungs, key=lambda rung: -rung.estimate.memory.states)
+
+
+def differs(rungs: Sequence[Rung]) -> str | None:
+    """Say where the computed order is not the rule's, None where it is."""
+    order = [rung.name for rung in rungs]
+    rule = [name for name in RULE if name in order]
+    if order == rule:
+        return None
+    return f"the rule of thumb says {', '.join(rule)}; by bytes it is {', '.join(order)} here"

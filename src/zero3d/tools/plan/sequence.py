@@ -1,0 +1,123 @@
+"""What a sequence axis does to a plan: heads of attention, what it keeps and sends, by sequence/shares.py. No torch.
+
+                 of an attention, for each of a rank's tokens          sp 1              heads              gather
+                 ----------------------------------------------------  ----------------  -----------------  ---------
+    kept         queries                                               H                 H                  H
+                 keys and values                                       2 K               2 K, or 2 H        2 K sp
+                 output                                                H                 2 H, as it is
+                                                                                         computed and sent  H
+    sent, of sp  queries, keys, values, output                         -                 (2 H + 2 K) / sp   2 K
+
+H heads of queries and K of keys, in elements of a head. Keys are repeated for each head of queries (2 H) where ranks
+would share one of theirs. Under a mask Hugging Face repeats them at any sp; it has a row of S bytes for each token that
+attends, in the run's width: in `heads` all S of them on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zero3d.account.traffic import Moved
+from zero3d.sequence.shares import Attended, Heads, Sharing, loss_values
+from zero3d.spec.dtypes import FP32
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.sizes import parse_size
+from zero3d.tools.plan.decided import policy_of
+from zero3d.tools.plan.rank_model import chunks_of_rank
+from zero3d.tools.plan.spec import ModelSpec, ParallelPlan
+
+MASKED = parse_size(Mesh.sp_mask_budget, "mesh.sp_mask_budget")  # where a file says nothing else
+
+
+class _Widths(NamedTuple):
+    """Elements of a head: of queries and keys, and of values."""
+
+    key: int
+    value: int
+
+
+def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int, by_heads: bool = True) -> str | None:
+    """Say why an sp degree cannot be, None where it can. by_heads: attention is shared out by these alone."""
+    if dp % sp:
+        return f"sp does not divide dp {dp}"
+    if model.mixing is not None:
+        return f"sp cuts sequences where attention alone mixes their tokens, and {model.name} has {model.mixing}"
+    if by_heads and model.heads < tp * sp:
+        return f"sp x tp = {sp * tp} is more than the {model.heads} attention heads, which they share"
+    return f"a sequence of {model.length} tokens has no {sp} parts" if model.length < sp else None
+
+
+def masks_fit(model: ModelSpec, tp: int, sp: int) -> bool:
+    """Return whether an engine would take the masks that a model needs at an sp degree, by what is set for these.
+
+    Rows of queries need a byte for each token that they may see; heads of whole sequences where these are packed.
+    """
+    by_heads = Sharing(sp, "auto", False, MASKED).by_heads(model.heads // tp, max(1, model.kv_heads // tp))
+    rows = -(-model.length // sp) if not by_heads else model.length if "packed" in model.provenance else 0
+    return rows * model.length <= MASKED
+
+
+def attention(model: ModelSpec, plan: ParallelPlan) -> Attended:
+    """Return the calls of a block's attention, alike in all blocks."""
+    query, key = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
+    sharing = Sharing(plan.sp, plan.mesh.sp_kind, policy_of(plan).exact, MASKED)
+    by_heads = sharing.by_heads(query, key)
+    if by_heads:
+        key *= Heads.of(query, key, plan.sp, sharing.repeats).repeat
+    widths, itemsize = _widths(model), plan.compute.itemsize
+    trained = (True, True, True)
+    return Attended(plan.micro_batch, model.length, query, key, *widths, itemsize, trained, by_heads)
+
+
+def _widths(model: ModelSpec) -> _Widths:
+    """Return how wide heads are, which need not be hidden / heads."""
+    for weight in (weight for unit in model.blocks[0].units for weight in unit.weights):
+        if weight.name.endswith("q_proj.weight"):
+            return _Widths(*(2 * (weight.shape[0] // model.heads,)))
+    return _Widths(*(2 * (model.hidden // model.heads,)))
+
+
+def kept_more(model: ModelSpec, plan: ParallelPlan) -> float:
+    """Return the bytes that an attention keeps of a micro-batch beyond what it keeps of as many tokens at sp 1."""
+    if plan.sp == 1:
+        return 0.0
+    call, masked = attention(model, plan), "packed" in model.provenance
+    at_one = call.query if masked else max(1, model.kv_heads // plan.tp)
+    if call.by_heads:
+        keys, output = call.query if masked else call.key, call.query * call.value
+        mask = (plan.sp - 1) * model.length if masked else 0
+    else:
+        keys, output = call.query * plan.sp, 0  # repeated, under a mask of these rows
+        mask = 0 if masked else model.length
+    more = (keys - at_one) * (call.width + call.value) + output + mask
+    return float(plan.tokens(model.length) * call.itemsize * more)
+
+
+def exchanged(model: ModelSpec, plan: ParallelPlan) -> list[float]:
+    """Return the bytes that a rank has for all ranks of its group, itself among them, in each exchange of a forward."""
+    if plan.sp == 1:
+        return []
+    call, tokens = attention(model, plan), plan.tokens(model.length)
+    if call.by_heads:
+        elements = [call.query * call.width, call.key * call.width, call.key * call.value, call.query * call.value]
+    else:
+        elements = [plan.sp * call.key * call.width, plan.sp * call.key * call.value]
+    return [float(tokens * call.itemsize * each) for each in elements]
+
+
+def traffic(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Mapping[str, Moved]:
+    """Return what the first rank of an sp group sends in a step."""
+    parts = [part for chunk in chunks_of_rank(model, plan, pp_stage).values() for part in chunk]
+    blocks, call = sum(part.kind == "block" for part in parts), attention(model, plan)
+    forwards = 1 if plan.activations == "none" else 2
+    once = [call.sent(0, plan.sp, backward=False).times(forwards), call.sent(0, plan.sp, backward=True)]
+    rows = Moved.total(once).times(blocks * plan.accumulate)
+    values = loss_values(plan.micro_batch, model.length, plan.sp)
+    losses = [Moved(1, values, values * max(FP32.itemsize, call.itemsize))]
+    if model.routers:
+        logits = loss_values(model.routers * model.experts * plan.micro_batch, model.length, plan.sp)
+        losses.append(Moved(1, logits, logits * call.itemsize))
+    has_loss = any(part.kind == "head" for part in parts)
+    of_losses = Moved.total(losses).times(plan.accumulate)
+    return {"pass_rows sp": rows} | ({"exchange sp": of_losses} if has_loss else {})

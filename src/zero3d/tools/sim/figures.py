@@ -1,0 +1,351 @@
+"""Bytes and operations of one forward and backward of each kind of part, by running it without data.
+
+    embedding | block of kind A | (alike: skipped) | block of kind B | (skipped) | norm, head, loss
+              ^ forward begins, ends; its output's gradient comes, its input's gradient is done
+
+Blocks of one class with the same parameters are alike, and one of them runs; the others hand on what they are
+given. Bytes are those of storages that live at an instant (`live.py`), so that whatever autograd, a
+module or a collective keeps is counted, once. Gradients of parameters are counted apart: an engine moves them
+into its buckets at once, and their size does not follow the tokens; neither does that of decoded matrices. Gradients
+of a tied parameter wait from the head's backward for the embedding's if both are on one rank, and are left out here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zero3d.activations.targets import attentions_in
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.expert_parallel.plan import find_experts, whole_over_tp
+from zero3d.expert_parallel.share import share_out
+from zero3d.memory import scratch
+from zero3d.memory.arena import Arena
+from zero3d.models.copies import copy_with
+from zero3d.models.packing import forward_options, inner_model, position_rows, with_position_rows
+from zero3d.models.placeholders import Placeholder, first_argument
+from zero3d.models.quantised import QuantisedLinear
+from zero3d.models.quantised_experts import Stack
+from zero3d.models.targets import Targets
+from zero3d.nested import tensors_out
+from zero3d.precision import at_least_fp32
+from zero3d.spec.mesh import EXACT
+from zero3d.tensor_parallel.parallelize import parallelize
+from zero3d.tools.sim.images import Images
+from zero3d.tools.sim.live import StorageTracker
+from zero3d.tools.sim.patches import around, replaced, without_values
+from zero3d.tools.sim.stand_ins import SilentAxis, empty_like
+from zero3d.tools.sim.units import RUN, PartNames
+from zero3d.train.setup.losses import next_token_loss
+
+EMBEDDING, HEAD = "embedding", "head"
+Curve = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes and operations of one part, for one micro-batch.
+
+    kept       alive after its forward because of it
+    attention  of these, what recomputing attention alone frees
+    entering   its input, which is all that is left where it is recomputed
+    curve      (bytes that follow the tokens, bytes of gradients and decoded matrices) beyond what was kept, at
+               every event of its backward (the head: of its forward, too)
+    """
+
+    kept: float
+    attention: float
+    entering: float
+    curve: Curve
+    matrices: float
+    scores: float
+
+
+class OutputForms(dict[int, bool]):
+    """Kind of block -> whether it returns a tuple. All copies of a model share one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputForms:
+        return self
+
+
+class UntracedBlock(Placeholder):
+    """Stands for a block like one that has run: hands on its hidden state in the form in which that one did."""
+
+    def __init__(self, block: nn.Module, forms: OutputForms, kind: int) -> None:
+        super().__init__(block)
+        self._forms, self._kind = forms, kind
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden state it is given."""
+        hidden = first_argument(args, kwargs)
+        return (hidden,) if self._forms[self._kind] else hidden
+
+
+def kinds_of(model: nn.Module, part_names: PartNames) -> list[int]:
+    """Return the kind of every block: those of one class with the same parameters are alike."""
+    seen: dict[Any, int] = {}
+    kinds = []
+    for name in part_names.blocks:
+        block = model.get_submodule(name)
+        signature = type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters())
+        kinds.append(seen.setdefault(signature, len(seen)))
+    return kinds
+
+
+@dataclass
+class ReducedModel:
+    """A copy of a model with one block of each kind. ran: kind -> name of the block that runs."""
+
+    module: nn.Module
+    ran: dict[int, str]
+    forms: OutputForms
+
+
+def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
+    """Return a copy that runs one block of each kind; it shares all tensors with the model."""
+    ran: dict[int, str] = {}
+    forms = OutputForms()
+    replaced: dict[nn.Module | Tensor, object] = {}
+    for name, kind in zip(part_names.blocks, kinds_of(model, part_names), strict=True):
+        if ran.setdefault(kind, name) != name:
+            block = model.get_submodule(name)
+            replaced[block] = UntracedBlock(block, forms, kind)
+    return ReducedModel(copy_with(model, replaced), ran, forms)
+
+
+def measure(
+    model: nn.Module,
+    part_names: PartNames,
+    length: int,
+    tp: int,
+    batch: int = 1,
+    packed: bool = False,
+    images: Images | None = None,
+    dispatched: bool = False,
+) -> dict[Any, Figures]:
+    """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
+
+    tp      1, or a degree that divides the model. The model stays as it is
+    packed  every sequence is of several documents, which attention keeps apart by a mask
+    images  one in every sequence; the tower that reads it counts with the embedding
+    dispatched  tokens are sent to experts, as many to each as to any other
+    """
+    reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
+        tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
+        copies: dict[nn.Module | Tensor, object] = {t: empty_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
+        run = copy_with(reduced.module, copies).train()
+        _without_loops(run)
+        layers = find_experts(run) if dispatched else []
+        if tp > 1:
+            plan, axis = whole_over_tp(layers), SilentAxis("tp", 0, tp)
+            parallelize(run, axis, Ledger(), plan, local_logits=takes_labels(model))
+        ep = Comm(SilentAxis("ep", 0, 1), Arena(torch.device("cpu")), Ledger())
+        share_out([run], layers, ep, EXACT, bool(layers))
+        live = StorageTracker()
+        live.leave_out(*run.parameters(), *run.buffers())
+        recorder = _Recorder(live, reduced)
+        recorder.install(run)
+        ids = torch.zeros(batch, length, dtype=torch.int64)
+        labels = ids.clone()
+        live.leave_out(ids, labels)
+        options = forward_options(model)
+        if packed and "position_ids" in inspect.signature(inner_model(model).forward).parameters:
+            options["position_ids"] = ids.clone()
+            live.leave_out(options["position_ids"])
+            options = with_position_rows(options, rows)
+        if images is not None:
+            options |= (shown := images.of(ids))
+            live.leave_out(*shown.values())
+        with fake, live, recorder.constants():
+            _step(run, ids, labels, options, live)
+    return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
+
+
+def _without_loops(model: nn.Module) -> None:
+    """Run experts as one product of all: a loop over those that tokens were sent to cannot run without values."""
+    inner: Any = inner_model(model)
+    experts = any(name.endswith(".experts") for name, _ in inner.named_modules())
+    if experts and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("grouped_mm")
+
+
+def _dtype(t: Tensor) -> torch.dtype:
+    return RUN if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype
+
+
+def _step(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any], live: StorageTracker) -> None:
+    """Run one micro-batch as `Engine.train_batch` does."""
+    loss = _loss(model, ids, labels, options)
+    live.mark(("F", HEAD, "end"))
+    live.mark(("B", HEAD, "begin"))
+    loss.backward()  # type: ignore[no-untyped-call]
+    live.mark(("end",))
+
+
+def _loss(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the sum of losses, of the model's own or of next tokens."""
+    if takes_labels(model):
+        loss = model(input_ids=ids, labels=labels, **options).loss
+        targets = Targets.of(model).count({"labels": labels, **options})
+        assert targets is not None, "there are labels"
+        return at_least_fp32(loss) * targets
+    return next_token_loss(model(ids, **options), {"labels": labels})[0]
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Say whether a model computes its own loss."""
+    return "labels" in inspect.signature(inner_model(model).forward).parameters
+
+
+class _Recorder:
+    """Marks instants of a run, and reads figures off the log."""
+
+    def __init__(self, live: StorageTracker, reduced: ReducedModel) -> None:
+        self._live = live
+        self._ran = reduced.ran
+        self._forms = reduced.forms
+        self._kinds = list(reduced.ran)
+        self._outputs: set[int] = set()  # storages of attention's outputs
+        self._grads: set[int] = set()  # and of parameters' gradients
+        self._decoded: set[int] = set()  # and of matrices of 8 or 4 bits in the compute dtype, with scratch
+        self._entering: dict[Any, float] = {}
+        self._tied: set[tuple[int, ...]] = set()  # shapes of tied parameters
+
+    def install(self, model: nn.Module) -> None:
+        """Put hooks on the blocks that run, their attention, and parameters."""
+        for kind, name in self._ran.items():
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._begins, kind), with_kwargs=True)
+            block.register_forward_hook(partial(self._ends, kind))
+            for i, (_, attention) in enumerate(attentions_in(block)):
+                attention.register_forward_pre_hook(lambda *_, k=kind, i=i: self._live.mark(("A", k, i, "begin")))
+                attention.register_forward_hook(partial(self._attended, kind, i))
+        names = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+        for p, count in names.items():
+            if count > 1:
+                self._tied |= {tuple(p.shape), tuple(p.shape)[::-1]}
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._taken)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def constants(self) -> Iterator[None]:
+        """Tell decoded matrices from what follows the tokens, inside; their scratch is that of an accelerator."""
+        with (
+            around(QuantisedLinear, "decoded", self._decoding),
+            around(Stack, "decode", self._decoding),
+            replaced(scratch, "IN_CACHE", ()),
+        ):
+            yield
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        begun = len(self._live.events)
+        yield
+        self._decoded |= {number for change, number in self._live.events[begun:] if change > 0}
+
+    def _begins(self, kind: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = first_argument(args, kwargs)
+        self._entering[kind] = hidden.untyped_storage().nbytes()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self._live.mark(("B", kind, "end")))
+        self._live.mark(("F", kind, "begin"))
+
+    def _ends(self, kind: Any, module: nn.Module, args: Any, output: Any) -> None:
+        self._live.mark(("F", kind, "end"))
+        self._forms[kind] = isinstance(output, tuple)
+        hidden = next(iter(tensors_out(output)))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self._live.mark(("B", kind, "begin")))  # type: ignore[no-untyped-call]
+
+    def _attended(self, kind: Any, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._live.mark(("A", kind, number, "end"))
+        self._outputs |= {self._live.number_of(t) for t in tensors_out(output)}
+
+    def _taken(self, p: Tensor) -> None:
+        if p.grad is not None:
+            self._grads.add(self._live.number_of(p.grad))
+            p.grad = None
+
+    # --- figures --------------------------------------------------------------------------------
+
+    def figures(self, part: Any) -> Figures:
+        """Return the figures of a kind of block, or of the embedding or head."""
+        begin, end = self._forward_of(part)
+        over = self._live.marks["F", HEAD, "end"]  # what a caller lets go a moment later was not kept
+        kept = self._alive(begin, end, over)
+        attention = 0.0
+        marks = self._live.marks
+        for key in [k for k in marks if k[0] == "A" and k[1] == part and k[3] == "begin"]:
+            born = self._alive(marks[key], marks[(*key[:3], "end")], over)
+            attention += sum(size for number, size in born.items() if number not in self._outputs)
+        flops = [(n, scores) for at, n, scores in self._live.flops if begin <= at < end]
+        return Figures(
+            float(sum(kept.values())),
+            attention,
+            self._entering.get(part, 0.0),
+            tuple(self._windows(part)),
+            sum(n for n, scores in flops if not scores),
+            sum(n for n, scores in flops if scores),
+        )
+
+    def _forward_of(self, part: Any) -> tuple[int, int]:
+        marks = self._live.marks
+        if part == EMBEDDING:
+            return 0, marks["F", self._kinds[0], "begin"]
+        if part == HEAD:
+            return max(marks["F", kind, "end"] for kind in self._kinds), marks["F", HEAD, "end"]
+        return marks["F", part, "begin"], marks["F", part, "end"]
+
+    def _alive(self, begin: int, end: int, at: int) -> dict[int, int]:
+        """Return the storages born between two instants that live at a third: number -> bytes."""
+        alive: dict[int, int] = {}
+        for i, (change, number) in enumerate(self._live.events[:at]):
+            if change < 0:
+                alive.pop(number, None)
+            elif begin <= i < end:
+                alive[number] = change
+        return alive
+
+    def _windows(self, part: Any) -> list[tuple[float, float]]:
+        """Return the curve of a part's backward, the head's with that of its forward."""
+        marks, over = self._live.marks, self._live.marks["end",]
+        begin, end = (marks.get(("B", part, edge), over) for edge in ("begin", "end"))
+        curve: list[tuple[float, float]] = []
+        if part == HEAD:
+            end = marks.get(("B", self._kinds[-1], "begin"), over)
+            kept = sum(self._alive(*self._forward_of(HEAD), begin).values())
+            curve = [(tokens - kept, gradients) for tokens, gradients in self._curve(*self._forward_of(HEAD))]
+        elif part == EMBEDDING:
+            begin, end = marks.get(("B", self._kinds[0], "end"), over), over
+        return curve + list(self._curve(begin, end))
+
+    def _curve(self, begin: int, end: int) -> Iterator[tuple[float, float]]:
+        """Yield (bytes that follow the tokens, bytes that do not) beyond what forwards had kept, over a window."""
+        forward = self._live.marks["F", HEAD, "end"]
+        waiting = self._waiting()
+        alive = self._alive(min(begin, forward), begin, begin)
+        tokens, gradients = float(sum(size for n, size in alive.items() if n not in waiting)), 0.0
+        for change, number in self._live.events[begin:end]:
+            if number in self._grads or number in self._decoded:
+                gradients += change
+            elif number not in waiting:
+                tokens += change
+            yield tokens, gradients
+
+    def _waiting(self) -> set[int]:
+        """Return the gradients of tied parameters that wait for the embedding's, or are summed there."""
+        marks = self._live.marks
+        forward, last = marks["F", HEAD, "end"], marks.get(("B", self._kinds[0], "end"), len(self._live.events))
+        born = set(self._alive(forward, last, last)) | {n for n in self._live.shapes if n >= last}
+        return {n for n in born - self._grads if self._live.shapes[n] in self._tied}

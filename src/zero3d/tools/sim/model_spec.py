@@ -1,0 +1,266 @@
+"""A real model as the planner's data (`ModelSpec`), by running one block of each kind without data.
+
+    parameters   tools/sim/units.py     parts, units, what tp cuts: exact
+    a token      tools/sim/figures.py   bytes and operations at tp = 1 and at two larger degrees
+
+What lies on every tp rank and what tp divides are told apart by two degrees: kept(t) = whole + cut / t. The code
+paths of tp = 1 are others than those of tp > 1 (its loss, above all), so both have figures of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from difflib import SequenceMatcher
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zero3d.activations.targets import attentions_in
+from zero3d.config import Config, Lora, Model
+from zero3d.errors import ConfigError
+from zero3d.models.bases import config_number, decoder_of, sees_images
+from zero3d.models.quantised_folders import stored_format
+from zero3d.models.trained import open_trained
+from zero3d.pipeline.split import active_weights
+from zero3d.sequence.trial import mixing_layers
+from zero3d.shards.cuts import Cut
+from zero3d.tools.plan.search import LONG
+from zero3d.tools.plan.spec import Instant, ModelSpec, Operations, Part
+from zero3d.tools.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
+from zero3d.tools.sim.images import find_images, said_of
+from zero3d.tools.sim.units import PartNames, config_of, find_cuts, find_part_names, units_by_part
+from zero3d.train.setup.losses import tiles_refused
+
+DEGREES = (2, 3, 4, 5, 6, 7, 8)
+LENGTH, MOST = 2048, 4096
+
+
+def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = False) -> ModelSpec:
+    """Make the spec of a model for sequences of `length` tokens; those of a model that takes images have one each.
+
+    model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
+    packed   sequences are of several documents each (data.packing); None: those of a model that takes no images
+    Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
+    """
+    part_names = find_part_names(model)
+    spec = _outline(model, part_names, length, name)
+    packed = not sees_images(model) if packed is None else packed
+    images = find_images(model, length, packed)
+    traced = partial(measure, packed=packed, images=images)
+    figures = _figures(model, part_names, length, spec, traced)
+    apart = _figures(model, part_names, length, spec, partial(traced, dispatched=True)) if spec.stacked else None
+    names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
+    parts = [
+        replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
+    ]
+    eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
+    for i, block in enumerate(part_names.blocks, 1):
+        attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
+        again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
+        parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
+        if apart is not None and parts[i].stacked:
+            dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
+            parts[i] = replace(parts[i], dispatched=dispatched)
+    provenance = ["traced", "packed" * packed, said_of(model, images)]
+    return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
+
+
+def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:
+    """Make the spec without running anything: parameters are exact, operations zero. Raises ConfigError.
+
+    blocks   name of the list of blocks, where a model has several
+    """
+    return _outline(model, find_part_names(model, blocks), length, name)
+
+
+def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) -> ModelSpec:
+    config = config_of(model)
+    units = units_by_part(model, part_names, _cuts(model, part_names))
+    blocks = [active_weights(model.get_submodule(block), config).active for block in part_names.blocks]
+    kinds = ["embedding", *("block" for _ in blocks), "head"]
+    parts = tuple(
+        Part(kind, part_units, Operations(0.0), active)
+        for kind, part_units, active in zip(kinds, units, [None, *blocks, None], strict=True)
+    )
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    table = max(tables, key=lambda m: m.weight.numel(), default=None)
+    vocab, hidden = (0, 0) if table is None else (table.num_embeddings, table.embedding_dim)
+    heads = _setting(config, "num_attention_heads")
+    return ModelSpec(
+        name or type(model).__name__,
+        parts,
+        length,
+        hidden,
+        vocab,
+        heads,
+        kv_heads=_setting(config, "num_key_value_heads") or heads,
+        experts=max((w.shape[0] for unit in sum(units, ()) for w in unit.weights if w.stacked), default=0),
+        chosen=_setting(config, "num_experts_per_tok"),
+        routers=_setting(config, "output_router_logits") * sum(part.stacked > 0 for part in parts),
+        provenance="outline",
+        chain=part_names.chain,
+        mixing=None if (decoder := decoder_of(model)) is None else mixing_layers(decoder),
+        tiles=tiles_refused(model) is None,
+    )
+
+
+def _setting(config: Any, name: str) -> int:
+    """Return a number of a configuration, 0 where there is none."""
+    return int(getattr(config, name, None) or 0)
+
+
+def open_spec(
+    path: str,
+    length: int | None = LENGTH,
+    chosen: Model | None = None,
+    lora: Lora | None = None,
+    packed: bool | None = False,
+    freeze: tuple[str, ...] | None = None,
+    beyond: bool = False,
+    quantize: str | None = None,
+) -> ModelSpec:
+    """Make the spec of a preset, a config.json, a folder with one, or module:function.
+
+    length None: the model's positions, at most MOST
+    chosen attention and part of the model, as a configuration has them
+    lora   adapters, everything else frozen but what it names
+    freeze names or patterns of what is not trained
+    packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
+    quantize  the format of frozen linear layers, as model.quantize; None: that of a folder which has them in one
+    beyond long sequences may have more tokens than the model has positions, where it computes these
+    Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
+    positions (ConfigError).
+    """
+    if quantize is None and (freeze or (lora is not None and lora.rank is not None)):
+        quantize = stored_format(Path(path))
+    settings = Config(
+        model=replace(chosen or Model(), path=path, init="random", linear=None, quantize=quantize),
+        lora=lora or Lora(),
+        freeze=freeze,
+    )
+    model = open_trained(settings).module
+    positions = config_number(model, "max_position_embeddings")
+    length = min(MOST, positions or MOST) if length is None else length
+    more = positions is not None and length > positions
+    if more and not (beyond and length >= LONG and _computes_positions(model)):
+        raise ConfigError(
+            f"{path}: sequences of {length:,} tokens are more than the model's {positions:,} positions: pass --seq "
+            f"{positions} or less (data.length in a file)."
+        )
+    spec = trace(model, length, path, packed)
+    return replace(spec, provenance=f"{spec.provenance}, beyond its {positions:,} positions") if more else spec
+
+
+def _computes_positions(model: nn.Module) -> bool:
+    """Return whether a model turns queries and keys by their positions, and has no table of them."""
+    return any(name.rpartition(".")[2].startswith("rotary") for name, _ in model.named_modules())
+
+
+# --- tensor parallelism -------------------------------------------------------------------------
+
+
+def _cuts(model: nn.Module, part_names: PartNames) -> dict[str, Cut]:
+    """Return how tp would cut each parameter, by name: read off one block of each kind."""
+    reduced = reduce_model(model, part_names)
+    by_parameter = find_cuts(reduced.module)
+    named = model.named_parameters(remove_duplicate=False)
+    cuts = {name: by_parameter[p] for name, p in named if p in by_parameter}
+    for block, kind in zip(part_names.blocks, kinds_of(model, part_names), strict=True):
+        alike = reduced.ran[kind]
+        for name, _ in model.get_submodule(block).named_parameters():
+            if f"{alike}.{name}" in cuts:
+                cuts[f"{block}.{name}"] = cuts[f"{alike}.{name}"]
+    return cuts
+
+
+def _figures(
+    model: nn.Module, part_names: PartNames, length: int, spec: ModelSpec, measured: Callable[..., dict[Any, Figures]]
+) -> list[tuple[int, dict[Any, Figures]]]:
+    """Return (tp, figures by part) of tp = 1 and of the two smallest degrees that divide the model, if any do."""
+    try:
+        by_degree = [(1, measured(model, part_names, length, 1))]
+    except Exception as error:  # any error of the model's own, told with its text
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(f"{spec.name} cannot run without data: {type(error).__name__}: {first_line}") from error
+    weights = [weight for part in spec.parts for unit in part.units for weight in unit.weights]
+    sizes = {weight.shape[weight.cut] // weight.blocks for weight in weights if weight.cut is not None}
+    for tp in DEGREES if sizes else ():
+        if len(by_degree) < 3 and not any(size % tp for size in (*sizes, spec.heads, spec.kv_heads)):
+            with suppress(RuntimeError):  # kernels refuse slices that are too thin
+                by_degree.append((tp, measured(model, part_names, length, tp)))
+    return by_degree
+
+
+def _operations(part: Any, figures: list[tuple[int, dict[Any, Figures]]], length: int) -> Operations:
+    """Return a part's operations and bytes per token, with figures of their own for tp > 1."""
+    by_degree = [(tp, by_part[part]) for tp, by_part in figures]
+    alone = _solved(by_degree[0], None, length)
+    if len(by_degree) == 1:
+        return alone
+    over = _solved(by_degree[1], by_degree[-1] if len(by_degree) == 3 else by_degree[0], length)
+    return replace(alone, kept_cut=over.kept_cut, kept_whole=_sum(alone) - over.kept_cut, over_tp=over)
+
+
+def _sum(operations: Operations) -> float:
+    return operations.kept_cut + operations.kept_whole
+
+
+def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) -> Operations:
+    """Solve whole + cut / t for the figures of two degrees; without a second one all is whole."""
+    tp, one = a
+    scale = 1.0 if b is None else 1 / tp - 1 / b[0]
+
+    def solve(x: float, y: float | None) -> tuple[float, float]:
+        """Return (cut, whole) per token of bytes at the one degree and at the other."""
+        cut = 0.0 if y is None else (x - y) / scale / length
+        return cut, x / length - cut / tp
+
+    other = None if b is None else b[1]
+    instants = _instants(tp, one, other, solve)
+    most = max(instants, key=lambda at: at.cut + at.whole, default=Instant(0.0, 0.0))
+    return Operations(
+        tp * one.matrices / length,
+        tp * one.scores / length,
+        *solve(one.kept, None if other is None else other.kept),
+        attention=tp * one.attention / length,
+        input=one.entering / length,
+        transient=most.cut + most.whole,
+        instants=tuple(instants),
+    )
+
+
+def _instants(
+    tp: int, one: Figures, other: Figures | None, solve: Callable[[float, float | None], tuple[float, float]]
+) -> list[Instant]:
+    """Return the instants of a curve that may be the fullest, at any degree of tp and for few or many tokens.
+
+    An instant that the other degree's curve does not have counts as if tp divided it.
+    """
+    twins = {} if other is None or tp == 1 else _twins(one.curve, other.curve)
+    curve = []
+    for i, (x, grads) in enumerate(one.curve):
+        twin = twins.get(i)
+        cut, whole = (tp * solve(x, None)[1], 0.0) if twin is None else solve(x, twin)
+        curve.append(Instant(cut, whole, tp * grads))
+    fullest = dict.fromkeys(
+        max(curve, key=lambda at: (at.cut / t + at.whole) * tokens + at.gradients / t)
+        for t in ((tp, 4 * tp, 16 * tp) if twins else (tp,))
+        for tokens in (1, 1024, 4096, 65536)
+        if curve
+    )
+    return list(fullest)
+
+
+def _twins(one: Curve, other: Curve) -> dict[int, float]:
+    """Return, by instant of one curve, the bytes at the same one of the other: both run the same operators.
+
+    What they let go of at once or one after the other may differ.
+    """
+    births, others = ([b[0] > a[0] for a, b in pairwise(((0.0, 0.0), *curve))] for curve in (one, other))
+    matches = SequenceMatcher(None, births, others, autojunk=False).get_matching_blocks()
+    return {match.a + i: other[match.b + i][0] for match in matches for i in range(match.size)}

@@ -1,0 +1,526 @@
+"""`Accelerator` for loops that are written for Accelerate: model and optimizer that it prepares are an engine's.
+
+    from accelerate import Accelerator        from zero3d.ways.huggingface.accelerate import Accelerator
+    accelerator = Accelerator()               accelerator = Accelerator(stage=3)
+
+The loop stays: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `gather`, `save_state`, `load_state`.
+Gradients are added up over a window and averaged over ranks, as with DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import parse_choice_from_env, parse_flag_from_env, patch_environment
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.engine import Engine
+from zero3d.errors import ConfigError, OutOfBudget
+from zero3d.nested import map_tensors
+from zero3d.spec.offload import Offload
+from zero3d.ways.huggingface.accelerate.keywords import check_keywords
+from zero3d.ways.huggingface.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
+from zero3d.ways.huggingface.accelerate.others import Order, go_on, reader_of, take_rates
+from zero3d.ways.huggingface.accelerate.world import alike, check_parts, must_say_cpu, refuse_other_world, shards
+
+FROM_LAUNCHER = "ACCELERATE_USE_PARALLELISM_CONFIG"
+OTHERS = (  # what shards or cuts a model in another way
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+)
+TORCH = ("backend", "mode", "fullgraph", "dynamic", "options", "disable")  # keywords of torch.compile
+PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+STATES = "zero3d"  # the folder of a saved state that has the engine's checkpoint
+
+
+def save_engine(engine: Engine, folder: Path, loop: Mapping[str, Any] | None = None) -> None:
+    """Write FOLDER/zero3d, which has one checkpoint; `loop` is for `load_engine`."""
+    saved = engine.save(folder / STATES, loop)
+    if engine.mesh.rank == 0:
+        for earlier in set(saved.parent.glob("step-*")) - {saved}:  # of another run in the same place
+            shutil.rmtree(earlier)
+
+
+def load_engine(engine: Engine, folder: Path) -> Any:
+    """Go on from FOLDER/zero3d; return what was given as `loop`. Raises CheckpointError."""
+    return engine.load(folder / STATES)
+
+
+def states_in(folder: Path) -> Path | None:
+    """Return FOLDER/zero3d; None where it is not there."""
+    return folder / STATES if (folder / STATES).is_dir() else None
+
+
+TAKE_BACK = "zero3d_take_back"  # an attribute of modules in an Accelerator's engine: a function that closes it
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` whose model and optimizer train on a `zero3d.Engine`, which is `engine`.
+
+    stage            of ZeRO. On one rank, which has all weights anyway, 3 is 2, with the same bits: they stay whole
+    options          more of `zero3d.Engine`, such as {"offload": {"optimizer": "host"}}
+    mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. A model that is
+                     loaded in bf16 stays so with "no", too
+    parallelism_config  Accelerate's, of which are taken sp_size: the sequence axis, whose ranks are handed the same
+                        data; and dp_replicate_size with dp_shard_size: states are cut over some neighbours alone.
+                        None: as `accelerate launch --use_parallelism_config` was told
+    others           Accelerate's own
+    Ranks that torchrun starts on CPUs are processes of it without `cpu=True`, too. Raises ConfigError for plugins that
+    shard in another way, a stage or an option that there is not, and a state made before that knows of fewer processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int = 3,
+        options: Mapping[str, Any] | None = None,
+        mixed_precision: str | None = None,
+        parallelism_config: Any = None,
+        **others: Any,
+    ) -> None:
+        if asked := [name for name in OTHERS if others.get(name) is not None]:
+            raise ConfigError(f"Accelerator({asked[0]}=...) would shard the model a second time: leave it out.")
+        chosen = str(mixed_precision or parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no"))
+        if chosen not in PRECISIONS:
+            raise ConfigError(f"mixed_precision={chosen!r}: one of {', '.join(PRECISIONS)}.")
+        options = check_keywords(stage, options, "Accelerator")
+        if parallelism_config is None and parse_flag_from_env(FROM_LAUNCHER):
+            parallelism_config = accelerate.ParallelismConfig()  # reads what `accelerate launch` was told
+        self._alike, self._shards = alike(parallelism_config, options.get("mesh")), shards(parallelism_config)
+        self._counts_parts = False  # processes are counted as parts of the data
+        if must_say_cpu():
+            others.setdefault("cpu", True)
+        with patch_environment(**{FROM_LAUNCHER: False}):  # Accelerate would cut the model itself
+            super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used
+        refuse_other_world(
+            self.num_processes,
+            "Pass cpu=True (use_cpu=True to TrainingArguments) where ranks compute on CPUs, and make no PartialState "
+            "before the Accelerator.",
+        )
+        check_parts(self.num_processes, self._alike, parallelism_config, self.dispatch_batches)
+        if self._alike > 1:  # rank 0 would read a batch, and cut it for all ranks
+            self.dataloader_config.dispatch_batches = False
+        self._stage = stage
+        self._options = options
+        self._precision = chosen
+        self.engine: Engine | None = None
+        self._order = Order([])
+        self._built: tuple[Engine, Mesh | None] | None = None  # the last engine, and the mesh that was made for it
+
+    @property
+    def mixed_precision(self) -> str:
+        """What was asked for."""
+        return self._precision
+
+    @property
+    def alike(self) -> int:
+        """Return how many neighbouring ranks are handed the same data."""
+        return self._alike
+
+    # --- what is prepared -----------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Return the objects prepared: a model together with its optimizer as an engine's, all else as Accelerate does.
+
+        A model alone is for evaluation: it is moved to the device, whole. An optimizer alone may be read and pickled,
+        and takes no step. Raises ConfigError.
+        """
+        models = [one for one in objects if isinstance(one, nn.Module)]
+        optimizers = [one for one in objects if isinstance(one, Optimizer)]
+        if models and optimizers:
+            if len(models) != 1 or len(optimizers) != 1:
+                raise ConfigError(
+                    f"prepare() was given {len(models)} models and {len(optimizers)} optimizers: pass one model with "
+                    "its optimizer, and models that are not trained in a call of their own."
+                )
+            prepared = self._prepared(models[0], optimizers[0])
+            objects = tuple(prepared if one is optimizers[0] else one for one in objects)
+        return super().prepare(*objects, device_placement=device_placement)
+
+    def _prepared(self, model: nn.Module, optimizer: Optimizer) -> EngineOptimizer:
+        """Return the optimizer of a new engine, or that of the model's engine."""
+        alone = optimizer
+        self._refuse_second(model)
+        if isinstance(optimizer, LoneOptimizer):
+            optimizer = optimizer.optimizer
+        elif isinstance(optimizer, EngineOptimizer) and optimizer.engine.closed:
+            optimizer = optimizer.optimizer  # of the plain model again
+        if not isinstance(optimizer, EngineOptimizer):
+            optimizer = EngineOptimizer(self._build(model, optimizer))
+        if optimizer.engine.module is not model:
+            raise ConfigError("the optimizer belongs to the engine of another model: build one for this model.")
+        known: list[Any] = self._optimizers  # type: ignore[has-type]
+        self._optimizers = [one for one in known if one is not alone]
+        self.engine = optimizer.engine
+        self.engine.reshard()
+        self.engine.zero_grad()  # of a window that a failure has ended
+        self.engine.release()
+        return optimizer
+
+    def _refuse_second(self, model: nn.Module) -> None:
+        """Raise ConfigError where the engine trains a model that has no part in common with this one."""
+        if self.engine is None or self.engine.closed:
+            return
+        trained = self.engine.module
+        if not any(one is trained for one in model.modules()) and not any(one is model for one in trained.modules()):
+            raise ConfigError(
+                f"prepare() was given a {type(model).__name__} with its optimizer, and this Accelerator trains a "
+                f"{type(trained).__name__} already: one model is trained by an Accelerator. Call "
+                "accelerator.free_memory() before, or put both models into one module with one optimizer."
+            )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return the engine's model as it is, and another, which is for evaluation alone, on the device.
+
+        Raises ConfigError where its optimizer was prepared without it.
+        """
+        if self.engine is None or model is not self.engine.module:
+            if any(shares(one, model) for one in self._optimizers if isinstance(one, LoneOptimizer)):
+                raise ConfigError(TOGETHER)
+            return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Return an engine's optimizer as it is, and another as one that takes no step.
+
+        Raises ConfigError where its model was prepared without it.
+        """
+        if not isinstance(optimizer, EngineOptimizer | LoneOptimizer):
+            if any(shares(optimizer, model) for model in self._models):
+                raise ConfigError(TOGETHER)
+            optimizer = LoneOptimizer(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def _build(self, model: nn.Module, optimizer: Optimizer) -> Engine:
+        take_back(model)  # from an engine whose training is over, or has failed
+        self._order = Order.of(model, optimizer)
+        options: dict[str, Any] = {"precision": self._precision_of(model), **self._compile(), **self._options}
+        mesh = None if "mesh" in options else Mesh(sp=self._alike, shard=self._shards, device=self.device)
+        options.setdefault("mesh", mesh)
+        leaves = Offload.of(options.get("offload")).params != "none"
+        stage = 2 if self._stage == 3 and options["mesh"].dp == 1 and not leaves else self._stage
+        engine = Engine(model, stage=stage, optimizer=optimizer, clip_norm=None, **options)
+        self._built = engine, mesh
+        self._lend(model, engine, mesh)
+        if self.is_main_process:
+            print("\n".join([introduced(engine), *engine.notes]))
+        return engine
+
+    def _compile(self) -> dict[str, Any]:
+        """Return what torch_compile or dynamo_backend mean for an engine: its blocks are compiled, one by one."""
+        plugin = self.state.dynamo_plugin
+        if str(plugin.backend.value).lower() == "no":
+            return {}
+        return {"compile": {name: value for name, value in plugin.to_kwargs().items() if name in TORCH}}
+
+    def _lend(self, model: nn.Module, engine: Engine, mesh: Mesh | None) -> None:
+        """Note how to take a model back, and have it generate and load as its engine needs it until then."""
+
+        def load_state_dict(*args: Any, **options: Any) -> Any:
+            with engine.full_params():
+                return type(model).load_state_dict(model, *args, **options)
+
+        engine.put(TAKE_BACK, partial(self._close, engine, mesh), everywhere=True)
+        engine.put("load_state_dict", load_state_dict)
+        alone = engine.dp.size == 1 or (engine.stage < 3 and engine.sequence is None)
+        if not alone and hasattr(model, "generate"):
+            engine.put("generate", _generation(engine, getattr(model, "generate")))  # noqa: B009
+
+    def _precision_of(self, model: nn.Module) -> str:
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        return "bf16" if self._precision == "no" and dtypes == {torch.bfloat16} else PRECISIONS[self._precision]
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Close the engine, so that its model is a plain one again, and let go of all that was prepared.
+
+        An engine whose model has no room, or is cut over tp, pp or ep, is not closed: only the reference is dropped.
+        """
+        if self._built is not None and self._built[0].has_whole_model:
+            with suppress(OutOfBudget):
+                self.close_engine()
+        self.engine = self._built = None
+        return super().free_memory(*objects)
+
+    def close_engine(self) -> None:
+        """Close the engine: its model is a plain one again. Raises OutOfBudget where some rank has no room for it."""
+        if self._built is not None:
+            self._close(*self._built)
+
+    def _close(self, engine: Engine, mesh: Mesh | None) -> None:
+        """Close an engine, and the mesh that was made for it. Raises ConfigError over tp, pp and ep."""
+        if not engine.closed:
+            if not engine.has_whole_model:
+                raise ConfigError(
+                    "the model is cut over tp, pp or ep by the engine that trains it, and no rank has the whole: write "
+                    "it with engine.export(FOLDER), and train what from_pretrained loads from there."
+                )
+            module = engine.module
+            for one in self._optimizers:
+                if isinstance(one, EngineOptimizer) and one.engine is engine:
+                    one.reads.end()
+            engine.close()
+            models: list[Any] = self._models  # type: ignore[has-type]
+            optimizers: list[Any] = self._optimizers
+            self._models = [one for one in models if one is not module]
+            self._optimizers = [one for one in optimizers if getattr(one, "engine", None) is not engine]
+        if mesh is not None:
+            mesh.close()
+        if self._built == (engine, mesh):
+            self.engine = self._built = None
+
+    # --- data, of which ranks that share sequences are handed the same ---------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes; while data are shared out, the number of parts of a batch."""
+        processes: int = super().num_processes
+        return processes // self._alike if self._counts_parts else processes
+
+    @property
+    def process_index(self) -> int:
+        """Return this process's number; while data are shared out, that of its part."""
+        index: int = super().process_index
+        return index // self._alike if self._counts_parts else index
+
+    @contextmanager
+    def _counting_parts(self) -> Iterator[None]:
+        self._counts_parts = True
+        try:
+            yield
+        finally:
+            self._counts_parts = False
+
+    def prepare_data_loader(self, data_loader: Any, *given: Any, **options: Any) -> Any:
+        """Return a loader of this rank's part of the data."""
+        with self._counting_parts():
+            return super().prepare_data_loader(data_loader, *given, **options)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return a schedule that goes on once for each part of the data, as Accelerate's do for each process."""
+        if self._alike == 1 or isinstance(scheduler, AcceleratedScheduler):
+            return super().prepare_scheduler(scheduler)
+        found = next((one for one in self._optimizers if one.optimizer is getattr(scheduler, "optimizer", None)), None)
+        parts = 1 if self.split_batches else self.num_processes // self._alike
+        optimizers = self._optimizers if found is None else found
+        prepared = PartsScheduler(scheduler, optimizers, self.step_scheduler_with_optimizer, parts)
+        self._schedulers.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors of all processes; for metrics, those of each part of the data once."""
+        gathered = super().gather(tensor)
+        return map_tensors(gathered, self._of_parts) if self._counts_parts else gathered
+
+    def _of_parts(self, gathered: Tensor) -> Tensor:
+        size = len(gathered) // super().num_processes
+        by_rank = gathered.reshape(self.num_processes, self._alike, size, *gathered.shape[1:])
+        return by_rank[:, 0].flatten(0, 1)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what a batch has given, from one of the ranks that are handed the same."""
+        if self._alike == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if (use_gather_object or not only_tensors(input_data)) and super().process_index % self._alike:
+            input_data, use_gather_object = [], True
+        with self._counting_parts():
+            return super().gather_for_metrics(input_data, use_gather_object)
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Back-propagate a micro-batch's loss: it is divided by the micro-batches of a window, as by Accelerate."""
+        if self.engine is None:
+            super().backward(loss, **options)
+            return
+        if asked := [name for name, value in options.items() if name != "learning_rate" and value]:
+            raise ConfigError(f"accelerator.backward({asked[0]}=...) is not supported: leave it out.")
+        last, reads = self.sync_gradients, self._optimizer.reads
+        reads.refuse()
+        weight = float(last and not self.engine.accumulation.reached)  # of several losses in a step one counts
+        self.engine.backward_sum(loss / self.gradient_accumulation_steps, weight, last)
+        reads.begin()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Have the step that follows clip the norm of all gradients, and return that norm; all ranks call it.
+
+        A loop may leave the step out by it. NaN inside a window of accumulation, where gradients are not clipped.
+        """
+        if self.engine is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        trained = {p for p in self.engine.module.parameters() if p.requires_grad}
+        if norm_type != 2 or not trained <= given:
+            raise ConfigError(
+                f"clip_grad_norm_ with {len(trained & given)} of {len(trained)} trained parameters and norm_type="
+                f"{norm_type}: the step clips the 2-norm of all: pass model.parameters()."
+            )
+        return self._optimizer.clip(float(max_norm))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Raise ConfigError: gradients are there in shards, and only while a step is taken."""
+        raise ConfigError("clip_grad_value_ is not supported: clip the norm, with accelerator.clip_grad_norm_.")
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing: the step divides by the loss scale before it clips."""
+
+    @property
+    def _optimizer(self) -> EngineOptimizer:
+        return next(one for one in self._optimizers if isinstance(one, EngineOptimizer))
+
+    # --- states ---------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the weights of a model, on rank 0 in the host's memory and {} elsewhere; all ranks call it."""
+        if self.engine is None or model is not self.engine.module:
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        return self.engine.whole_state_dict()
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
+        """Write FOLDER/zero3d, a checkpoint of ours, which loads on any number of ranks, and what Accelerate writes.
+
+        Hooks of `register_save_state_pre_hook` have the engine's model, whole, and its weights among theirs.
+        """
+        if self.engine is None:
+            return super().save_state(output_dir, *args, **options)
+        with self._without_engine(self._save_model_state_pre_hook):
+            folder = super().save_state(output_dir, *args, **options)
+        save_engine(self.engine, Path(folder))
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> Any:
+        """Go on from what `save_state` wrote: the last one, where Accelerate names folders and none is given.
+
+        Of a folder that Accelerate wrote without zero3d weights, masters and moments are read, too (`others.py`).
+        What hooks of `register_load_state_pre_hook` write into the engine's model is kept.
+        """
+        if self.engine is None:
+            return super().load_state(input_dir, *args, **options)
+        if input_dir is None:
+            input_dir = self._last_saved()
+        others = self.go_on_from_others(Path(input_dir))
+        if not others:
+            load_engine(self.engine, Path(input_dir))
+        with self._without_engine(self._load_model_state_pre_hook):
+            result = super().load_state(input_dir, *args, **options)
+        for scheduler in self._schedulers if others else ():
+            take_rates(self.engine, scheduler.scheduler)
+        return result
+
+    def go_on_from_others(self, folder: Path, adapters: str | None = None) -> bool:
+        """Load masters and states of a folder that was written without zero3d; return whether it is one.
+
+        adapters  name of PEFT's adapter that is trained
+        Raises CheckpointError.
+        """
+        if self.engine is None or states_in(folder) is not None or (read := reader_of(folder)) is None:
+            return False
+        go_on(self.engine, folder, self._order, read, adapters)
+        return True
+
+    def _last_saved(self) -> str:
+        """Return the newest folder of those that Accelerate has named. Raises ConfigError."""
+        naming = self.project_configuration.automatic_checkpoint_naming
+        folders = list(Path(self.project_dir or ".", "checkpoints").glob("checkpoint_*")) if naming else []
+        if not folders:
+            raise ConfigError(
+                "load_state() without a folder takes the last one that automatic_checkpoint_naming has named, and here "
+                f"{'there is none yet' if naming else 'it is off'}: name the folder."
+            )
+        return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
+
+    @contextmanager
+    def _without_engine(self, hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
+        """Leave the engine's model and optimizer out of what Accelerate saves and loads itself; hooks have them."""
+        models: list[Any] = self._models
+        optimizers: list[Any] = self._optimizers
+        callers = dict(hooks)
+        self._models = [one for one in models if self.engine is None or one is not self.engine.module]
+        self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
+        hooks |= {number: partial(self._with_engine, hook, models) for number, hook in callers.items()}
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+            hooks |= callers
+
+    def _with_engine(self, hook: Callable[..., Any], models: list[Any], others: list[Any], *rest: Any) -> None:
+        """Call a hook with all models, in their order; rest: their weights, when they are saved, and the folder."""
+        engine = self.engine
+        assert engine is not None
+        shown = [one for one in models if one is engine.module or one in others]
+        *saved, folder = rest
+        whole = engine.whole_state_dict() if saved else {}
+        of_others = iter(saved[0] if saved else ())
+        weights = [[whole if one is engine.module else next(of_others) for one in shown]] if saved else []
+        with engine.full_params():
+            hook(shown, *weights, folder)
+        others[:] = [one for one in shown if one is not engine.module]
+        for given, left in zip(saved, weights, strict=True):
+            given[:] = [one for one in left if one is not whole]
+
+
+def introduced(engine: Engine) -> str:
+    """Return a line with the ZeRO stage, the number of ranks and the bytes of model states on this rank."""
+    world, states = engine.mesh.world, sum(entry.measured for entry in engine.memory if entry.planned is not None)
+    ranks = f"{world} rank{'' if world == 1 else 's'}"
+    return (
+        f"zero3d: ZeRO stage {engine.stage}, {ranks}, {states / 1e6:,.1f} MB of model states on rank {engine.mesh.rank}"
+    )
+
+
+def _generation(engine: Engine, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model's generate: of whole sequences on every rank, and at stage 3 in step, as units are gathered."""
+    shared = engine.sequence
+
+    def generate_whole(*args: Any, **options: Any) -> Any:
+        together = {"synced_gpus": True} if engine.stage == 3 else {}
+        with nullcontext() if shared is None else shared.whole():
+            return generate(*args, **together | options)
+
+    return generate_whole
+
+
+class PartsScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A schedule that goes on several times whenever the optimizer steps."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, with_optimizer: bool, times: int) -> None:
+        super().__init__(scheduler, optimizers, step_with_optimizer=with_optimizer, split_batches=True)
+        self._times = times
+
+    def step(self, *given: Any, **options: Any) -> None:
+        """Go on, where the optimizer has stepped."""
+        for _ in range(self._times):
+            super().step(*given, **options)
+
+
+def only_tensors(data: Any) -> bool:
+    """Return whether nested data has tensors alone."""
+    if isinstance(data, Mapping):
+        return all(map(only_tensors, data.values()))
+    return all(map(only_tensors, data)) if isinstance(data, list | tuple) else isinstance(data, Tensor)
+
+
+def take_back(model: nn.Module) -> None:
+    """Close the engines that Accelerators have made for a model or parts of it. Raises ConfigError, OutOfBudget."""
+    for module in list(model.modules()):
+        vars(module).get(TAKE_BACK, lambda: None)()
