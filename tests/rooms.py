@@ -76,4 +76,6 @@ def package_of(name):
     parts = zero3d._HOME.get(rest, rest).split(".")
     if parts[0] == "tools":
         return parts[1] if len(parts) > 1 else None
+    if parts[0] == "integrations":  # the old name
+        return "ways"
     return "setup" if parts[:2] == ["train", "setup"] else parts[0]

@@ -99,7 +99,7 @@ def imported(nodes):
 @cache
 def is_module(name):
     path = SRC / Path(*name.split("."))
-    return path.with_suffix(".py").exists() or path.is_dir()
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()  # a folder of caches is none
 
 
 def imported_at_once(tree):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import yaml
-from source_facts import PARTS, ROOT, SRC, core, facts, imported, imports, modules, package_of, part_of
+from source_facts import PARTS, ROOT, SRC, core, facts, imported, imports, is_module, modules, package_of, part_of
 
 # Packages from the ground up; one may import its own layer and those below it. The rule of ARCHITECTURE.md.
 LAYERS = {
@@ -209,6 +209,14 @@ def test_imports_count_at_the_top_inside_functions_and_for_types_alone(tmp_path)
         "def function():\n    import zero3d.engine.engine\n"
     )
     assert imports(file) == {"errors", "zero.unit", "engine.engine"}
+
+
+def test_a_folder_of_caches_that_is_left_over_is_no_module(tmp_path, monkeypatch):
+    for name in ("left", "there"):
+        (tmp_path / name / "__pycache__").mkdir(parents=True)
+    (tmp_path / "there" / "__init__.py").touch()
+    monkeypatch.setattr("source_facts.SRC", tmp_path)
+    assert [is_module(name) for name in ("left", "there")] == [False, True]
 
 
 def test_no_files_import_each_other_in_a_circle_not_even_for_types():

@@ -302,6 +302,8 @@ def leads_somewhere(name):
             if error.name in PEERS:  # of an extra that is not installed: its own tests import it
                 return True
             continue
+        if getattr(found, "__file__", None) is None:  # a folder that is left over
+            continue
         for part in parts[cut:]:
             if not hasattr(found, part):
                 return part in getattr(found, "__annotations__", {})

@@ -17,7 +17,7 @@ from types import ModuleType
 from zero3d.errors import ConfigError
 from zero3d.ways.deepspeed.names import ALIASES, module_line
 
-PREFIX = f"{__name__.rpartition('.')[0]}."
+PREFIXES = (f"{__name__.rpartition('.')[0]}.", "zero3d.integrations.deepspeed.")  # the second for one release
 
 
 class MissingModule(ImportError, ConfigError):
@@ -45,9 +45,10 @@ class Modules(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return an alias, or None for a name that is nobody's. Raises MissingModule for one of DeepSpeed's."""
-        if not fullname.startswith(PREFIX):
+        prefix = next((each for each in PREFIXES if fullname.startswith(each)), None)
+        if prefix is None:
             return None
-        name = fullname.removeprefix(PREFIX)
+        name = fullname.removeprefix(prefix)
         if name in ALIASES:
             return ModuleSpec(fullname, Alias(ALIASES[name]))
         if line := module_line(name):

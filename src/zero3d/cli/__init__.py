@@ -1,0 +1,1 @@
+"""The old name of `zero3d.tools.cli`, for one release."""

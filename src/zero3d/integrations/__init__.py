@@ -1,0 +1,1 @@
+"""Old names of `zero3d.ways`, for one release."""
