@@ -11,6 +11,7 @@
 # make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
 # make sizes     lines of code of src and of its core, into CONTRIBUTING.md
+# make drawing   who imports whom, into docs/imports.md
 # make mutants   planted faults: which tests see them, into tests/mutants   (12 minutes)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (at most 10 minutes)
 # make bench     engines side by side on 2 CPU ranks
@@ -46,7 +47,7 @@ AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench versions tables docs clean
+.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes drawing mutants campaign lint bench versions tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train $(SLOW_BF16)
@@ -81,6 +82,9 @@ costs-all: $(VENV)/.installed-dev
 
 sizes: $(VENV)/.installed-dev
 	$(PYTHON_TESTS) tests/costs.py sizes
+
+drawing: $(VENV)/.installed-dev
+	$(PYTHON_TESTS) tests/map/drawing.py
 
 mutants: $(VENV)/.installed-dev
 	$(PYTHON_TESTS) tests/mutants/run.py

@@ -1,7 +1,7 @@
 """What tests take, by file and by reason: `make costs` runs those of `make test`, `make costs-all` the long ones, too.
 
-It writes what each file took into tests/durations.json (`durations.py`) and the tables of CONTRIBUTING.md; of these the one
-of lines of code, which no test limits, is all that `make sizes` writes. The machine must be quiet. CPU seconds, of all
+It writes what each file took into tests/durations.json (`durations.py`) and the tables of CONTRIBUTING.md; of these
+`make sizes` writes those of lines of code and of changes alone, which no test limits. The machine must be quiet. CPU seconds, of all
 processes:
 
 start     Python, imports and collection: what no test accounts for
@@ -122,6 +122,7 @@ def put(name, text):
 def main():
     """Count, and measure unless sizes alone are asked for; write what was found."""
     put("sizes", sizes.table())
+    put("changes", sizes.changes())
     if sys.argv[1] != "sizes":
         rows, seconds, cpu = measure(sys.argv[1])
         update_seconds(rows)

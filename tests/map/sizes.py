@@ -8,12 +8,13 @@ many attributes  classes, records aside, that keep more than MANY values: names 
 """
 
 import ast
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
 import yaml
-from source_facts import ROOT, SRC, code_lines, core, facts, imports, is_module, modules, package_of
+from source_facts import PARTS, ROOT, SRC, code_lines, core, facts, imports, is_module, modules, package_of, part_of
 
 REASONS = Path(__file__).with_name("sizes.yaml")
 LONG, MANY = 500, 15
@@ -138,6 +139,36 @@ def table():
     """Markdown: `counts`."""
     rows = [f"| {what} | {files:,} | {lines:,} |" for what, files, lines in counts()]
     return "\n".join(["| | files | lines of code |", "|---|---:|---:|", *rows])
+
+
+# What is added at times, the last one of its kind, and how code names it.
+CHANGES = (
+    ("a key of `zero`", "`zero.communicators`", r"\bcommunicators\b"),
+    ("a mesh axis", "`mesh.sp`", r"\bsp\b"),
+    ("a matrix optimizer", "Muon", r"(?i)muon"),
+    ("a quantised format", "`model.quantize=nf4`", r"(?i)\bnf4\b"),
+    ("a pipeline schedule", "`mesh.schedule=zbv`", r"(?i)zbv"),
+    ("a tracker", "`log.to=trackio`", r"(?i)trackio"),
+)
+
+
+def changes():
+    """Markdown: in how many files of each part the code names the last one of a kind."""
+    codes = [(part_of(name), code_of(path)) for name, path in modules()]
+    lines = [f"| a change | the last one | files | {' | '.join(PARTS)} |", "|---|---|---:|" + "---:|" * len(PARTS)]
+    for what, last, named in CHANGES:
+        found = Counter(part for part, code in codes if re.search(named, code))
+        lines.append(f"| {what} | {last} | {found.total()} | {' | '.join(str(found[part]) for part in PARTS)} |")
+    return "\n".join(lines)
+
+
+def code_of(path):
+    """A file's code without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
 
 
 def main():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import yaml
+from drawing import PAGE, arrows as arrows_of_parts, written
 from source_facts import PARTS, ROOT, SRC, core, facts, imported, imports, is_module, modules, package_of, part_of
 
 # Packages from the ground up; one may import its own layer and those below it. The rule of ARCHITECTURE.md.
@@ -78,6 +79,11 @@ def test_the_library_imports_neither_tools_nor_ways_and_ways_import_no_tool():
         mine = part_of(name)
         for target in imports(path):
             assert part_of(target) in (mine, *PARTS[mine]), f"{name} imports {target}: a {mine} imports no such part"
+
+
+def test_the_drawing_of_imports_is_that_of_the_source():
+    assert arrows_of_parts() == {(part, target) for part in PARTS for target in PARTS[part]}
+    assert written(PAGE.read_text()) == PAGE.read_text(), "type: make drawing"
 
 
 def test_no_text_below_tools_and_ways_names_a_module_of_theirs():
@@ -188,11 +194,14 @@ def test_nothing_but_itself_imports_what_a_trainer_does_not_need():
     assert used == IMPORTED_ALL_THE_SAME.keys(), "an exception that nobody needs any more"
 
 
-def test_an_engine_imports_nothing_of_what_a_trainer_does_not_need():
+def test_an_engine_imports_nothing_of_what_a_trainer_does_not_need_and_a_run_no_tools_or_ways():
     beside = tuple(f"zero3d.{each}" for each in BESIDE_THE_ENGINE)
     script = (
         "import sys, zero3d\nzero3d.Engine\nassert 'zero3d.engine.engine' in sys.modules\n"
-        f"found = [name for name in sys.modules if name.startswith({beside!r})]\nassert not found, found"
+        f"found = [name for name in sys.modules if name.startswith({beside!r})]\nassert not found, found\n"
+        "import zero3d.train.report, zero3d.train.run\n"  # nor does a run, which trains with any planner or none
+        "found = [name for name in sys.modules if name.startswith(('zero3d.tools', 'zero3d.ways', 'zero3d.plan'))]\n"
+        "assert not found, found"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
