@@ -143,7 +143,7 @@ def test_a_micro_batch_that_nobody_gives_is_the_planners(tmp_path, monkeypatch, 
 def test_the_page_has_every_key():
     page = (Path(__file__).parents[2] / "docs" / "deepspeed-reference.md").read_text()
     assert as_markdown() in page, (
-        "docs/deepspeed-reference.md: put in what integrations.deepspeed.report.as_markdown() returns"
+        "docs/deepspeed-reference.md: put in what ways.deepspeed.report.as_markdown() returns"
     )
 
 
