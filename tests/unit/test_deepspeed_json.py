@@ -142,9 +142,7 @@ def test_a_micro_batch_that_nobody_gives_is_the_planners(tmp_path, monkeypatch, 
 
 def test_the_page_has_every_key():
     page = (Path(__file__).parents[2] / "docs" / "deepspeed-reference.md").read_text()
-    assert as_markdown() in page, (
-        "docs/deepspeed-reference.md: put in what ways.deepspeed.report.as_markdown() returns"
-    )
+    assert as_markdown() in page, "docs/deepspeed-reference.md: put in what ways.deepspeed.report.as_markdown() returns"
 
 
 @pytest.mark.parametrize("part", [range(60), pytest.param(range(60, 2000), marks=pytest.mark.long)])
