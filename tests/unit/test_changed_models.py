@@ -91,7 +91,7 @@ DOORS = VERBS | {
     "state_dict of its module": lambda engine, folder: engine.module.state_dict(),
 }
 FREE = {  # they answer of the engine alone, go before a step that refuses, or give the model back
-    "backward", "backward_sum", "close", "note", "put", "release", "reserve_saves", "reshard", "saved", "zero_grad",
+    "backward", "backward_sum", "close", "note", "put", "release", "report", "reserve_saves", "reshard", "saved", "zero_grad",
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def test_a_finished_run_says_what_it_was_how_far_it_came_and_what_it_held(tmp_pa
     assert ["precision", "bf16", "the", "default"] in rows
     assert ["optimizer.clip_norm", "1.0", "the", "default"] in rows
     assert ["reduce", "auto", "every_step"] in rows
-    assert ["forward", "0.65", "0.05", "0.2"] in rows
+    assert ["forward", "0.05", "0.65", "0.2"] in rows
     assert ["torch", "2.13.0"] in rows
     assert "loss (nats per token), running average" in text
     assert "tokens_per" not in text
@@ -76,7 +76,7 @@ def test_json_has_all_of_it_as_plain_values(tmp_path, capsys):
     assert found["report"] == REPORT
     assert {"name": "optimizer.clip_norm", "value": 1.0, "default": 1.0} in found["settings"]
     (forward,) = found["times"]
-    assert forward == {"part": "forward", "seconds": pytest.approx(0.65), "least": pytest.approx(0.05), "largest": pytest.approx(0.2)}  # fmt: skip
+    assert forward == {"part": "forward", "mean": pytest.approx(0.65), "least": pytest.approx(0.05), "largest": pytest.approx(0.2)}  # fmt: skip
 
 
 WATCHDOG = json.dumps({"version": 1, "kind": "died", "cause": "rank 1 was killed by SIGKILL", "step": 12, "ranks": []})

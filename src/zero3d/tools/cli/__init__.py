@@ -9,7 +9,7 @@ doctor             this machine, a job's hosts or a dead run, examined
 simulate           a step without its ranks
 ckpt               checkpoints looked at and removed; ckpt_export, ckpt_import; ckpt_text for people
 config             what a run would use, what keys mean
-report             a run's folder, read by run_folder: settings, losses, memory, traffic, how it ended
+report             a run's folder, read by run_folder: how it ended, settings, losses, memory; report_text for people
 launch             what starts a run on a cluster
 preflight          what is refused before workers start
 rank_environment   whether this process is a launcher's worker, and which
