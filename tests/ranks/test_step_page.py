@@ -8,6 +8,7 @@ import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from models import batch, net
 
 import zero3d
@@ -71,6 +72,12 @@ def a_step_s_calls():
     return calls
 
 
+@pytest.fixture(scope="module")
+def steps(ranks):
+    """The calls of a step on each of two ranks."""
+    return ranks(2, a_step_s_calls)
+
+
 def first_calls(calls, names):
     """Names in the order in which the page first called them."""
     return list(dict.fromkeys(name for event, name, by_page in calls if event == "call" and by_page and name in names))
@@ -87,18 +94,18 @@ def inside(calls, name):
     return found
 
 
-def test_the_page_calls_its_parts_in_the_order_of_a_step_that_is_traced(ranks):
-    for calls in ranks(2, a_step_s_calls):
+def test_the_page_calls_its_parts_in_the_order_of_a_step_that_is_traced(steps):
+    for calls in steps:
         written = [*on_the_page(Stepper.train_batch), *on_the_page(Stepper.step)]
         written.remove("Stepper.step")  # it is below
         assert len(written) == len(set(written)) > 9
         assert first_calls(calls, set(written)) == written
 
 
-def test_what_the_page_says_of_hooks_happens_inside_of_its_calls(ranks):
+def test_what_the_page_says_of_hooks_happens_inside_of_its_calls(steps):
     said = dict(re.findall(r"^    (forward|backward)  +(.*(?:\n {17}.*)*)$", page.__doc__, re.MULTILINE))
     assert set(said) == {"forward", "backward"}
-    for calls in ranks(2, a_step_s_calls):
+    for calls in steps:
         for name, call in (("forward", "Direct.forward"), ("backward", "Direct.backward_sum")):
             named = set(CALLED.findall(said[name]))
             assert len(named) >= 2
