@@ -115,8 +115,9 @@ class Stepper:
                             sums.append((total.detach(), weight))
                 for feature in self.features:
                     feature.before_update(execution.apart)
-                mean = self.mean(sums, len(batches), trained=True)
-                read = [mean.view(1)] if besides is None else [mean.view(1), besides()]
+                with clocks.of(UPDATE):  # ranks wait for each other here
+                    mean = self.mean(sums, len(batches), trained=True)
+                    read = [mean.view(1)] if besides is None else [mean.view(1), besides()]
             check()
             return mean, self.step(torch.cat(read), wait)
 
