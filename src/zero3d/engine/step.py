@@ -113,6 +113,7 @@ class Stepper:
                             with clocks.of(BACKWARD):
                                 execution.backward_sum(total, weight, last=number == len(batches) - 1)
                             sums.append((total.detach(), weight))
+                            del total  # and its graph with it, before the update
                 for feature in self.features:
                     feature.before_update(execution.apart)
                 with clocks.of(UPDATE):  # ranks wait for each other here
