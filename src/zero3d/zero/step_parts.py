@@ -14,7 +14,7 @@ PARTS = {
     GATHERS: "compute waits for weights",
     REDUCTIONS: "compute waits for sums of gradients",
     BUBBLE: "compute waits for other pipeline stages",
-    UPDATE: "what is left to reduce, the norm, the optimizer",
+    UPDATE: "what is left to reduce, losses among it, the norm, the optimizer",
     OFFLOAD: "compute waits for states that are off the device",
     EVALUATION: "evaluation and generation, all of it",
     SAVES: "checkpoints and exports, all of it",
