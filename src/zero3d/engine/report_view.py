@@ -109,7 +109,8 @@ def times(tree: Mapping[str, Any]) -> Table:
     names = [name for name in heads if any(row.get(name) is not None for row in known)]
     figures = [Column(f"{heads[name]}, s", is_figure=True) for name in names]
     rows = [[word(row.get("part")), *(seconds(row.get(name)) for name in names)] for row in known]
-    return Table("time of a step by part", [Column("part"), *figures], rows, "least, mean, largest: over ranks.")
+    caption = "least, mean, largest: over ranks." if names != ["seconds"] else ""
+    return Table("time of a step by part", [Column("part"), *figures], rows, caption)
 
 
 def settings(tree: Mapping[str, Any], every: bool = False) -> Table:
