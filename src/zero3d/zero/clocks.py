@@ -50,8 +50,7 @@ class Clocks:
         self._inside = {part: _Inside(self, part) for part in PARTS}
         self._parts = [OTHER]  # the running one comes last, behind those that it interrupts
         self._seconds, self._first = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
-        self._told = 0, dict(self._seconds)  # as the last window ended
-        self._window = 0  # steps of it
+        self._told = 0, 0, dict(self._seconds)  # steps as the last window began, as it ended; seconds then
         self._ended = 0, dict(self._seconds)  # as the last step did
         self._over_ranks: list[tuple[int, OverRanks]] = []  # with the steps that they are of
         self._of_device = device.type != "cpu"
@@ -123,7 +122,7 @@ class Clocks:
         self.steps += 1
         if self.steps == 1:
             self._first = dict(self._seconds)
-            self._told = 1, dict(self._seconds)
+            self._told = 1, 1, dict(self._seconds)
         self._ended = self.steps, dict(self._seconds)
 
     def _read(self) -> None:
@@ -140,13 +139,14 @@ class Clocks:
 
         The first step, which allocates and compiles, counts in none.
         """
-        (before, then), (steps, now) = self._told, self._ended
-        self._told, self._window = self._ended, steps - before
-        return [(now[part] - then[part]) / max(1, self._window) for part in PARTS]
+        (_, before, then), (steps, now) = self._told, self._ended
+        self._told = before, steps, now
+        return [(now[part] - then[part]) / max(1, steps - before) for part in PARTS]
 
     def hear(self, over_ranks: OverRanks) -> None:
         """Keep what all ranks' windows, of which this rank's was the last, come to."""
-        self._over_ranks.append((self._window, over_ranks))
+        begun, ended, _ = self._told
+        self._over_ranks.append((ended - begun, over_ranks))
 
     def rows(self) -> list[PartTime]:
         """Return the parts that took any time, in the order of PARTS; of a first step where there is no other."""
