@@ -113,11 +113,13 @@ def measure(
                 loop.engine.train_batch(micro_batches, wait=False)
         with watched() as clocked:
             for number, micro_batches in enumerate(loop.batches):
-                loop.engine.clocks.on = number % 2 == 0
+                loop.engine.clocks.on = (number + turn) % 2 == 0
                 loop.engine.train_batch(micro_batches)
         inside = clocked.inside()
-        for name, first in (("on", -WARM_UP % 2), ("off", 1 - -WARM_UP % 2)):
-            times["clocks"][name] += inside[first::2]
+        pairs = list(zip(inside[::2], inside[1::2], strict=False))  # one of two neighbours has clocks
+        order = ("on", "off") if (WARM_UP + turn) % 2 == 0 else ("off", "on")
+        for place, name in enumerate(order):
+            times["clocks"][name] += [pair[place] for pair in pairs]
         for name, watch in (("loop", loop), ("bare", bare)):
             for what, values in watch.times().items():
                 times[name][what] += values
@@ -162,7 +164,7 @@ def ratios(times: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     return {
         "outside": sum(loop["outside"]) / sum(loop["step"]),
         "step": median(loop["step"]) / median(bare["step"]),
-        "clocks": median(clocks["on"]) / median(clocks["off"]),
+        "clocks": median(on / off for on, off in zip(clocks["on"], clocks["off"], strict=True)),
     }
 
 

@@ -198,11 +198,37 @@ def test_a_record_has_the_mean_of_each_part_and_the_least_and_largest_where_ther
 
 
 def test_a_run_s_end_says_where_a_step_went_from_all_records_that_know():
-    windows = [fields(over_ranks(forward=(1.0, 1.5, 2.0), backward=(2.0, 2.0, 2.0)), 2), {"loss": 1.0}]
-    windows.append(fields(over_ranks(forward=(1.0, 2.5, 4.0), backward=(2.0, 2.0, 2.0), data=(0.0, 0.01, 0.01)), 2))
+    told = {3: {"forward": (1.0, 1.5, 2.0)}, 4: {"forward": (1.0, 2.5, 4.0), "data": (0.0, 0.01, 0.01)}}
+    windows = [{"step": 1}, {"step": 2}]
+    windows += [{"step": at, **fields(over_ranks(backward=(2.0, 2.0, 2.0), **told[at]), 2)} for at in told]
     data, forward, backward = of_history(windows)
     assert (forward.least, forward.seconds, forward.largest) == (1.0, 2.0, 3.0)
     assert (data.seconds, backward.seconds) == (0.005, 2.0)
     (line,) = where_it_went([data, forward, backward])
     assert line == "a step of 4 s: forwards 50 % (25 to 75 by rank), backwards 50 %"
-    assert list(where_it_went(of_history([{"loss": 1.0}]))) == []
+    assert list(where_it_went(of_history([{"step": 1}]))) == []
+
+
+def test_a_record_counts_as_the_steps_that_it_is_the_mean_of(now):
+    clocks, records = Clocks(torch.device("cpu")), []
+    for number in range(1, 13):
+        records.append({"step": number})
+        if number in (11, 12):  # of nine steps, and of one that took longer
+            window = clocks.window()
+            clocks.hear(OverRanks(window, window, window))
+            records[-1] |= fields(OverRanks(window, window, window), ranks=1)
+        step(clocks, now, forward=41.0 if number == 11 else 1.0)
+    assert {row.part: row.seconds for row in of_history(records)}[FORWARD] == 5.0
+    assert {row.part: row.mean for row in clocks.rows()}[FORWARD] == 5.0
+
+
+def test_what_happens_while_clocks_are_off_is_nobody_s(now):
+    clocks = Clocks(torch.device("cpu"))
+    step(clocks, now)
+    clocks.on = False
+    now.now += 100.0
+    step(clocks, now)
+    clocks.on = True
+    now.now += 1.0
+    step(clocks, now)
+    assert seconds(clocks) == {FORWARD: 1.0, BACKWARD: 2.0, GATHERS: 0.25, UPDATE: 0.5, OTHER: 1.0}

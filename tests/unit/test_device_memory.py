@@ -100,7 +100,7 @@ def test_a_step_names_both():
 )
 def test_the_summary_names_both(reserved, most):
     result = SimpleNamespace(
-        peak_memory=ALLOCATED, peak_reserved=reserved, steps=[{}], seconds=1.0, held_out_loss=float("nan"), fingerprint="",
+        peak_memory=ALLOCATED, peak_reserved=reserved, steps=[{"step": 1}], seconds=1.0, held_out_loss=float("nan"), fingerprint="",
         reloaded_loss=float("nan"), history=[], exports=[], checkpoint="c", folder=SimpleNamespace(metrics="m"),
         config=SimpleNamespace(checkpoint=SimpleNamespace(export=False)),
     )  # fmt: skip

@@ -87,6 +87,13 @@ def test_json_has_plain_values_of_everything(report):
     assert tree["step_traffic"] == []
 
 
+def test_a_table_that_a_narrow_terminal_cannot_hold_is_wider_and_has_all_of_its_words_and_units(report):
+    rows = [line.split() for line in as_text(report.as_json(), 40).splitlines()]
+    wide = [line.split() for line in as_text(report.as_json(), 120).splitlines()]
+    (kind,) = (row for row in wide if row[:2] == ["parameters", "bf16"])
+    assert kind in rows
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_text_fits_its_width_and_cuts_no_figure(report, width):
     text = as_text(report.as_json(), width)

@@ -79,6 +79,22 @@ def test_json_has_all_of_it_as_plain_values(tmp_path, capsys):
     assert forward == {"part": "forward", "mean": pytest.approx(0.65), "least": pytest.approx(0.05), "largest": pytest.approx(0.2)}  # fmt: skip
 
 
+def test_a_part_of_some_records_counts_as_in_the_line_that_the_run_ended_with(tmp_path, capsys):
+    output = left(tmp_path, steps=0)
+    records = [{"step": 1}, {"step": 4, "forward_s": 2.0}, {"step": 5, "forward_s": 2.0, "evaluation_s": 6.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    parts = {row["part"]: row["mean"] for row in json.loads(told(capsys, output, "--json"))["times"]}
+    assert parts == {"forward": 2.0, "evaluation": 2.0}  # of three steps, of which one was evaluated
+
+
+def test_numbers_that_json_does_not_have_are_none_in_it(tmp_path, capsys):
+    output = left(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 1e400, "seconds": 1e400, "forward_s": 1e400, "validation_loss": 1e400}\n')
+    found = json.loads(told(capsys, output, "--json"), parse_constant=pytest.fail)
+    assert (found["losses"][-1], found["seconds"], found["values"]) == (None, None, {"validation_loss": None})
+
+
 WATCHDOG = json.dumps({"version": 1, "kind": "died", "cause": "rank 1 was killed by SIGKILL", "step": 12, "ranks": []})
 
 

@@ -135,9 +135,14 @@ class Saves:
 
     # --- waiting --------------------------------------------------------------------------------
 
+    @property
+    def copies(self) -> bool:
+        """Whether states of a save under way may still be read, which nobody has waited for."""
+        return self._under_way is not None and not self._under_way.released
+
     def await_copy(self) -> None:
         """Wait until what is to be saved may be changed; the device waits for itself."""
-        if self._under_way is not None and not self._under_way.released:
+        if self._under_way is not None and self.copies:
             begun = time.monotonic()
             self._under_way.release()
             self._seconds += time.monotonic() - begun

@@ -96,6 +96,11 @@ class Checkpoints:
         with self._mesh.heartbeat.phase("save"):
             return self._saves.finish()
 
+    @property
+    def copies(self) -> bool:
+        """Return whether a save behind training still reads states, which nobody has waited for."""
+        return self._saves.copies
+
     def await_copy(self) -> None:
         """Wait until what is to be saved behind training may be changed."""
         with self._mesh.heartbeat.phase("save"):

@@ -339,7 +339,7 @@ class Engine:
         """Refuse an update where the caller has whole parameters open, or has changed the model behind the engine."""
         self._unsharded.refuse_open("step()")
         self._unsharded.resized = {}  # of a close() that failed: training has gone on
-        if self.accumulation.reached:
+        if self.accumulation.reached and self.checkpoints.copies:
             with self.clocks.of(SAVES):
                 self.checkpoints.await_copy()
         self._refuse("step()")

@@ -20,6 +20,7 @@ from zero3d.rng import set_torch_rng, share_torch_rng, torch_rng
 from zero3d.zero.accumulation import Contribution
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.hooks import Hooks
+from zero3d.zero.step_parts import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from zero3d.pipeline.runner import Pipeline
@@ -79,7 +80,7 @@ class Direct:
     def __init__(self, parts: Runtime, losses: Losses, forget: Callable[[], None], only: Mapping[str, int]) -> None:
         self._module, self._heartbeat = parts.partition.module, parts.mesh.heartbeat
         self._accumulation, self._loss_scale = parts.accumulation, parts.loss_scale
-        self._hooks = parts.hooks[0]
+        self._hooks, self._clocks = parts.hooks[0], parts.clocks
         self._losses, self._only = losses, only
         self._forget = forget
 
@@ -124,8 +125,10 @@ class Direct:
     def apart(self, again: Again) -> None:
         batch = again.batch
         again.enters(0, batch, ())
-        total, _ = self.loss(self.forward(batch), batch)
-        self._scaled(total).backward()  # type: ignore[no-untyped-call]
+        with self._clocks.of(FORWARD):
+            total, _ = self.loss(self.forward(batch), batch)
+        with self._clocks.of(BACKWARD):
+            self._scaled(total).backward()  # type: ignore[no-untyped-call]
 
     def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
         return [self.loss(self.forward(batch), batch) for batch in micro_batches]

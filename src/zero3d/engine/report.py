@@ -242,7 +242,8 @@ def _plain(value: Any) -> Any:
         return row.name
     if isinstance(value, partial):
         return _plain(value.func)
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    name = getattr(value, "__qualname__", type(value).__qualname__).rpartition("<locals>.")[2]
+    return "a function" if name == "<lambda>" else name
 
 
 # --- versions -----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ OF_MEMORY = (
     "most is held of all kinds together."
 )
 MOST_BYTES = 1 << 63
+LEAST = 8  # characters of a column that wraps
 
 
 class Column(NamedTuple):
@@ -109,7 +110,8 @@ def times(tree: Mapping[str, Any]) -> Table:
     names = [name for name in heads if any(row.get(name) is not None for row in known)]
     figures = [Column(f"{heads[name]}, s", is_figure=True) for name in names]
     rows = [[word(row.get("part")), *(seconds(row.get(name)) for name in names)] for row in known]
-    return Table("time of a step by part", [Column("part"), *figures], rows, "least, mean, largest: over ranks.")
+    caption = "least, mean, largest: over ranks." if names != ["seconds"] else ""
+    return Table("time of a step by part", [Column("part"), *figures], rows, caption)
 
 
 def settings(tree: Mapping[str, Any], every: bool = False) -> Table:
@@ -202,7 +204,7 @@ def steps_in_words(number: int) -> str:
 
 
 def in_terminal(table: Table) -> RichTable:
-    """Return a table for a console: words are wrapped where it is narrow, figures never."""
+    """Return a table for a console: where that is narrow, columns that may wrap do, and no others."""
     shown = RichTable(
         title=table.title,
         box=box.SIMPLE_HEAD,
@@ -213,7 +215,7 @@ def in_terminal(table: Table) -> RichTable:
     )
     for column in table.columns:
         shown.add_column(
-            column.head, justify="right" if column.is_figure else "left", no_wrap=column.is_figure, overflow="fold"
+            column.head, justify="right" if column.is_figure else "left", no_wrap=not column.wraps, overflow="fold"
         )
     for row in table.rows:
         shown.add_row(*map(Text, row))
@@ -221,13 +223,23 @@ def in_terminal(table: Table) -> RichTable:
     return shown
 
 
+def _least(table: Table) -> int:
+    """Return the characters of a table's narrowest line that has all of each word and figure that does not wrap."""
+    cells = ([column.head, *(row[place] for row in table.rows)] for place, column in enumerate(table.columns))
+    found = (LEAST if c.wraps else max(map(len, of_it)) for c, of_it in zip(table.columns, cells, strict=True))
+    return sum(width + 2 for width in found) + 1  # with what is between columns, and at the edges
+
+
 def as_text(tree: Mapping[str, Any], width: int | None = None) -> str:
-    """Return a report as plain text. width: of lines; None: the terminal's."""
+    """Return a report as plain text. width: of lines, but for tables that need more; None: the terminal's."""
     console = Console(file=StringIO(), width=width, no_color=True, force_terminal=False, highlight=False)
+    width = console.width
     with console.capture() as captured:
         for table in tables(tree):
+            console.width = max(width, _least(table))
             console.print(in_terminal(table))
             console.print()
+        console.width = width
         for note in _notes(tree):
             console.print(Text(note))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")

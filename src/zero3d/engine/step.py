@@ -41,7 +41,7 @@ from zero3d.errors import ConfigError, Zero3dError
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import torch_dtype
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, Measured, Outcome, StepResult
-from zero3d.zero.step_parts import BACKWARD, FORWARD, UPDATE
+from zero3d.zero.step_parts import BACKWARD, BUBBLE, FORWARD, GATHERS, UPDATE
 
 MOST_UNDER_WAY = 3  # of a unit: a gather, a reduction, the gather of its sum
 
@@ -140,7 +140,8 @@ class Stepper:
                 self.reset()  # whatever is still gathered holds the weights of before
             reason = self._follow(outcome, lr, why)
             if wait:
-                optimizer.wait()  # new weights are in place
+                with self.parts.clocks.of(GATHERS):
+                    optimizer.wait()  # new weights are in place
         self.parts.clocks.end_step()
         return self._result(reason, outcome.norm, lr)
 
@@ -213,7 +214,9 @@ class Stepper:
 
     def mean(self, sums: Sequence[SumAndWeight], micro_batches: int, trained: bool) -> Tensor:
         """Return the mean loss of all ranks, of each micro-batch's sum and weight on this one."""
-        everywhere = self.parts.model_group.sum(self.parts.order.sum_of(sums, micro_batches, trained))
+        waits = BUBBLE if isinstance(self._execution, Pipelined) else UPDATE  # who is through first waits for all here
+        with self.parts.clocks.of(waits):
+            everywhere = self.parts.model_group.sum(self.parts.order.sum_of(sums, micro_batches, trained))
         return everywhere[0] / everywhere[1]
 
     # --- features -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ They are the means of the steps since the last record that had any, but for the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from zero3d.zero.step_parts import PARTS, WORDS, OverRanks, PartTime
@@ -26,18 +27,48 @@ def fields(over_ranks: OverRanks, ranks: int) -> dict[str, float]:
     return found
 
 
+class Times:
+    """Adds up the fields of records. Each has a mean of the steps since the last one, and counts as so many."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(PARTS, (0.0, 0.0, 0.0))  # mean, least, largest
+        self._steps = 0
+        self._before: int | None = None  # the step of the last record with such fields
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add the next record of a run or a session. A field that is no number counts as one that is not there."""
+        if self._before is None:
+            self._before = record["step"] + 1  # the first step counts in none
+        if not any(f"{part}_s" in record for part in PARTS):
+            return
+        many = max(1, record["step"] - self._before)
+        for part, sums in self._sums.items():
+            mean = _seconds(record, f"{part}_s", 0.0)
+            figures = (mean, *(_seconds(record, f"{part}_s_{end}", mean) for end in ("least", "largest")))
+            self._sums[part] = tuple(total + many * each for total, each in zip(sums, figures, strict=True))
+        self._steps, self._before = self._steps + many, record["step"]
+
+    def rows(self) -> list[PartTime]:
+        """Return the means of a step, in the order of its parts; `seconds` is the mean of all ranks."""
+        found = []
+        for part, sums in self._sums.items():
+            mean, least, largest = (total / max(1, self._steps) for total in sums)
+            if mean:
+                found.append(PartTime(part, mean, least, mean, largest))
+        return found
+
+
+def _seconds(record: Mapping[str, Any], name: str, missing: float) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) and isfinite(value) else missing
+
+
 def of_history(history: Iterable[Mapping[str, Any]]) -> list[PartTime]:
-    """Return the parts' means over all records that have them, in the order of a step; `seconds` is the mean."""
-    windows = [record for record in history if any(f"{part}_s" in record for part in PARTS)]
-    found = []
-    for part in PARTS:
-        mean, least, largest = (
-            sum(record.get(f"{part}_s{end}", record.get(f"{part}_s", 0.0)) for record in windows) / max(1, len(windows))
-            for end in ("", "_least", "_largest")
-        )
-        if mean:
-            found.append(PartTime(part, mean, least, mean, largest))
-    return found
+    """Return the means of a step by part over all records of a session."""
+    times = Times()
+    for record in history:
+        times.add(record)
+    return times.rows()
 
 
 def where_it_went(times: Sequence[PartTime]) -> Iterator[str]:

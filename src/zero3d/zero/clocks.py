@@ -39,26 +39,37 @@ class _Inside:
 class Clocks:
     """Adds up the seconds of each part.
 
-    on     False where nothing is measured
     steps  whose seconds have been read
     """
 
     def __init__(self, device: torch.device, on: bool = True) -> None:
         """Begin between two steps, in no part."""
-        self.on = on
+        self._on = on
         self.steps = 0
         self._device = device
         self._inside = {part: _Inside(self, part) for part in PARTS}
         self._parts = [OTHER]  # the running one comes last, behind those that it interrupts
         self._seconds, self._first = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
-        self._told = 0, dict(self._seconds)  # as the last window ended
+        self._told = 0, 0, dict(self._seconds)  # steps as the last window began, as it ended; seconds then
         self._ended = 0, dict(self._seconds)  # as the last step did
-        self._over_ranks: list[OverRanks] = []
+        self._over_ranks: list[tuple[int, OverRanks]] = []  # with the steps that they are of
         self._of_device = device.type != "cpu"
         self._last = time.perf_counter()
         self._running = OTHER
         self._events: deque[tuple[torch.Event, str | None]] = deque()  # with the part that begins; None: a step ends
         self._free: list[torch.Event] = []
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is measured. What happens while nothing is counts in no part later."""
+        return self._on
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        if on and not self._on:
+            self._last, self._running = time.perf_counter(), self._parts[-1]
+            self._events.clear()
+        self._on = on
 
     def of(self, part: str) -> AbstractContextManager[None]:
         """Count what happens inside as a part's."""
@@ -79,7 +90,7 @@ class Clocks:
 
     def end_step(self) -> None:
         """End a step."""
-        if not self.on:
+        if not self._on:
             return
         self._mark(None)
         if self._of_device:
@@ -87,7 +98,7 @@ class Clocks:
 
     def _mark(self, part: str | None) -> None:
         """Note that a part begins now, or that a step ends."""
-        if not self.on:
+        if not self._on:
             return
         if self._of_device:
             if not self._events and part is not None:
@@ -111,14 +122,14 @@ class Clocks:
         self.steps += 1
         if self.steps == 1:
             self._first = dict(self._seconds)
-            self._told = 1, dict(self._seconds)
+            self._told = 1, 1, dict(self._seconds)
         self._ended = self.steps, dict(self._seconds)
 
     def _read(self) -> None:
-        """Read what the device has passed."""
-        while len(self._events) > 1 and self._events[1][0].query():
+        """Read what the device has passed. A caller's own stream may pass an event before the one that precedes it."""
+        while len(self._events) > 1 and self._events[0][0].query() and self._events[1][0].query():
             (begun, _), (event, part) = self._events.popleft(), self._events[0]
-            self._add(begun.elapsed_time(event) / 1000, part)
+            self._add(max(0.0, begun.elapsed_time(event)) / 1000, part)
             self._free.append(begun)
 
     # --- what has been measured -----------------------------------------------------------------
@@ -128,23 +139,25 @@ class Clocks:
 
         The first step, which allocates and compiles, counts in none.
         """
-        (before, then), (steps, now) = self._told, self._ended
-        self._told = self._ended
-        many = max(1, steps - before)
-        return [(now[part] - then[part]) / many for part in PARTS]
+        (_, before, then), (steps, now) = self._told, self._ended
+        self._told = before, steps, now
+        return [(now[part] - then[part]) / max(1, steps - before) for part in PARTS]
 
     def hear(self, over_ranks: OverRanks) -> None:
-        """Keep what all ranks' windows come to."""
-        self._over_ranks.append(over_ranks)
+        """Keep what all ranks' windows, of which this rank's was the last, come to."""
+        begun, ended, _ = self._told
+        self._over_ranks.append((ended - begun, over_ranks))
 
     def rows(self) -> list[PartTime]:
         """Return the parts that took any time, in the order of PARTS; of a first step where there is no other."""
         steps, seconds = self._ended
-        first, heard = dict.fromkeys(PARTS, 0.0) if steps == 1 else self._first, len(self._over_ranks)
+        first = dict.fromkeys(PARTS, 0.0) if steps == 1 else self._first
+        heard = sum(many for many, _ in self._over_ranks)
         found = []
         for place, part in enumerate(PARTS):
             own = (seconds[part] - first[part]) / max(1, steps if steps == 1 else steps - 1)
-            over_ranks = [sum(each[i][place] for each in self._over_ranks) / heard if heard else None for i in range(3)]
+            sums = (sum(many * each[i][place] for many, each in self._over_ranks) for i in range(3))
+            over_ranks = [each / heard if heard else None for each in sums]
             if own or any(over_ranks):
                 found.append(PartTime(part, own, *over_ranks))
         return found

@@ -21,16 +21,16 @@ CURVE = 10  # steps from which a curve is drawn
 
 
 def as_json(left: Left) -> dict[str, Any]:
-    """Return plain values."""
+    """Return plain values; none in the place of numbers that JSON does not have."""
     course = left.course
-    return {
+    tree = {
         "version": 1,
         "folder": str(left.folder.root.resolve()),
         "state": left.state,
         "why": list(left.why),
         "step": course.last.get("step"),
         "steps": left.steps,
-        "losses": [loss if math.isfinite(loss) else None for loss in course.losses],
+        "losses": course.losses,
         "values": course.values,
         "seconds": course.seconds,
         "times": list(left.times),
@@ -38,6 +38,15 @@ def as_json(left: Left) -> dict[str, Any]:
         "report": left.report,
         "unread": list(left.unread),
     }
+    return {name: _finite(value) for name, value in tree.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(left: Left, console: Console) -> None:

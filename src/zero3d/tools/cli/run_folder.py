@@ -11,7 +11,6 @@ Each may be missing, cut off or of another program: what cannot be read is said,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from zero3d.stores.urls import is_url
 from zero3d.tools.doctor.dead_run import describe, read_runs, went_on, words
 from zero3d.train.folder import Folder, parse_record
 from zero3d.train.lock import LOCK
+from zero3d.train.step_times import Times
 
 RUNNING, UNKNOWN, DIED = "still running", "not known", "died"
 FINISHED, EARLY, STOPPED, FAILED = "finished", "ended early", "stopped", "failed"  # as report.json says it
@@ -37,8 +37,6 @@ IMPORTANT = (
     "model.path", "precision", "zero.stage", "optimizer.name", "optimizer.lr", "optimizer.clip_norm", "train.steps",
     "train.batch", "train.micro_batch", "train.accumulate", "data.length", "seed",
 )  # fmt: skip
-PART = re.compile(r"(.+?)_s(?:_(least|largest|mean))?")  # a field of a record: seconds of a part of the step
-RATE = "_per_s"
 
 
 @dataclass
@@ -50,6 +48,7 @@ class Course:
     values    of the last evaluation, by name
     seconds   of all steps
     odd       lines that are no records
+    parts     seconds of a step by part
     """
 
     losses: list[float] = field(default_factory=list)
@@ -57,7 +56,7 @@ class Course:
     values: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     odd: int = 0
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    parts: Times = field(default_factory=Times)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add the next record."""
@@ -68,20 +67,7 @@ class Course:
         self.values |= {
             name: value for name, value in record.items() if "validation_loss" in name and value is not None
         }
-        for name, value in record.items():
-            if PART.fullmatch(name) and not name.endswith(RATE) and value is not None:
-                total, count = self.sums.get(name, (0.0, 0))
-                self.sums[name] = total + value, count + 1
-
-    @property
-    def times(self) -> list[dict[str, Any]]:
-        """The mean seconds of a step by part: a row each, with what ranks had where that is known."""
-        rows: dict[str, dict[str, Any]] = {}
-        for name, (total, count) in self.sums.items():
-            found = PART.fullmatch(name)
-            assert found is not None
-            rows.setdefault(found[1], {"part": found[1]})[found[2] or "mean"] = total / count
-        return list(rows.values())
+        self.parts.add(record)
 
 
 @dataclass(frozen=True)
@@ -112,7 +98,11 @@ class Left:
     @property
     def times(self) -> list[Mapping[str, Any]]:
         """The seconds of a step by part."""
-        return [*self.course.times] or rows_of(self.engine, "times")
+        names = ("part", "least", "mean", "largest")
+        rows: list[Mapping[str, Any]] = [
+            {name: getattr(row, name) for name in names} for row in self.course.parts.rows()
+        ]
+        return rows or rows_of(self.engine, "times")
 
     @property
     def steps(self) -> int | None:
