@@ -46,7 +46,7 @@ class Axes:
     """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them.
 
     model_parallel  the ranks that hold one copy of the model together
-    folds           those that fold dp, by name: of shards dp itself where they are all of it
+    folds           the axes that fold dp, by name: for shards dp itself, where they are all of it
     complements     the complements of these, by name: dp itself where the degree is 1
     eshard          the ranks of a shard group that hold the same experts
     node            the neighbours on dp who keep second shards together; None where nobody does

@@ -1,4 +1,4 @@
-"""What an engine is made of, in one flat record that grows while the engine is built.
+"""The parts of an engine, in one flat record that grows while the engine is built.
 
 Each class has all fields of the one before, and the next parts are built of it:
 

@@ -121,7 +121,7 @@ class Replay(Feature):
 
     @property
     def note(self) -> str | None:
-        """Return what replays cannot do on these ranks, as a line; None where they do all of it."""
+        """Return a line about checks that replays cannot make on these ranks; None where they make all of them."""
         if self.unlike is None:
             return None
         return (
@@ -312,7 +312,7 @@ class Replay(Feature):
 
 
 def _told(accused: Sequence[str], reason: Reason) -> str:
-    """Say who is wrong, and by what one knows that."""
+    """Return the text that names the ranks at fault, and the evidence."""
     if reason is Reason.CHANGED:
         return f"{' and '.join(accused)} computed two different gradients of one micro-batch from the same values."
     if reason is Reason.OUTVOTED:
