@@ -1,4 +1,4 @@
-"""Runs: training on top of the engine, what is written about it, and what it measured against the formulas.
+"""Runs: training on top of the engine, its records and reports, and its measurements beside the formulas.
 
 run                a run from start to end, and its result
 setup              a configuration becomes an engine and data
