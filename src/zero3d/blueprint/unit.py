@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
     dtype      of its weights
     trainable  they get gradients
-    experts    they are experts that tokens are sent to, from all ranks that share experts out
+    experts    they belong to experts, which receive tokens from all ranks that share experts out
     """
 
     dtype: Dtype
@@ -62,7 +62,7 @@ class UnitPlan(NamedTuple):
     """The plan of a unit, for each rank that has a shard of it.
 
     row        of the stage table; for experts it may differ from the policy's
-    ranks      among which units are shared out
+    ranks      the ranks that units are shared out among
     cut        the ranks that this unit is cut over
     sources    ranks whose tokens give gradients that are kept apart: each has a row of the local buffer
     node       neighbours that keep a second shard of gathered weights together; 1: nobody does

@@ -352,20 +352,23 @@ class Engine:
     ) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
 
-        A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
-        the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
-        number of targets that it is the mean of, by the model's code: shifted labels that are not -100 of a
-        causal language model; labels that are not -100 of a masked one, of tokens that are classified and of an
-        encoder-decoder; else examples. Of a model that returns one number, that as the mean loss of weight 1.
-        `num_items_in_batch` is left out of a mapping, for the loss is that mean. The step is applied at the end of
-        the list, whatever `accumulate` says; ConfigError after micro-batches of another one. The step reads the device
-        once. `figures` has the loss and all else of that read as plain numbers, also the result of `besides`, [k]
-        float64 on the device, which is called after the last backward. Batches are on the mesh's device: nothing of
-        them is moved, here and in `evaluate`. It returns with new weights in place. With `wait=False` stages 1 and 2
-        return while new weights are on their way: a forward, `state_dict()`, this engine's methods and torch's
-        operations on a parameter wait for them. Objects that share a parameter's memory since before (its `data`, an
-        array, a graph), and reads in C++, do not wait: call `engine.optimizer.wait()` first, as before `os._exit`.
-        Where states leave the device, their update is on its way instead, and all ranks must read a parameter together.
+        A mapping's entries that the model's forward does not take are left for the loss. Back-propagates the sum that
+        `loss(output, batch) -> (sum, weight)` returns; without `loss`, output.loss times the number of its targets. By
+        the model's code these are shifted labels that are not -100 of a causal language model; labels that are not -100
+        of a masked one, of tokens that are classified and of an encoder-decoder; else examples. If a model returns one
+        number, that number is the mean loss, of weight 1. `num_items_in_batch` is left out of a mapping, for the loss
+        is that mean.
+
+        The step is applied at the end of the list, whatever `accumulate` says; ConfigError after micro-batches of
+        another one. The step reads the device once. `figures` has the loss and all else of that read as plain numbers,
+        also the result of `besides`, [k] float64 on the device, which is called after the last backward.
+
+        Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`. It returns with new weights
+        in place. With `wait=False` stages 1 and 2 return while new weights are on their way: a forward, `state_dict()`,
+        this engine's methods and torch's operations on a parameter wait for them. Objects that share a parameter's
+        memory since before (its `data`, an array, a graph), and reads in C++, do not wait: call
+        `engine.optimizer.wait()` first, as before `os._exit`. Where states leave the device, their update is on its way
+        instead, and all ranks must read a parameter together.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         self._unsharded.refuse_open("train_batch()")

@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 class Feature:
     """Does nothing at any moment.
 
-    name              what refusals call it
-    instead_of_it     what to pass in its place to freeze parameters after the engine is built; None: they may be frozen
+    name              its name in refusals
+    instead_of_it     the option to pass instead, if parameters are frozen after the engine is built; None: they may be
+                      frozen
     trains_unfrozen   whether parameters that were frozen when the engine was built may be trained from some step on
-    recording         what looks at a micro-batch of this step on its way through a pipeline
+    recording         the observer of a micro-batch of this step on its way through a pipeline
     """
 
     name: ClassVar[str] = ""

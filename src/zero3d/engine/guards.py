@@ -141,8 +141,8 @@ CUT_INTO_STAGES = (
 def guard_rest(model: nn.Module, kept: Set[nn.Parameter], why: str = CUT_INTO_STAGES) -> None:
     """Free what this rank does not have of a model, and refuse to use the model as a whole.
 
-    kept  parameters that this rank has: of a pipeline's chunks, which share them with the model
-    why   what happened to the model, and what to use instead
+    kept  this rank's parameters: a pipeline's chunks share them with the model
+    why   the fate of the model, and the object to use instead
     """
 
     def refuse(*_: Any) -> NoReturn:

@@ -214,8 +214,8 @@ def parts_activations(asked: spec.Mesh) -> bool:
 class Resolved:
     """Options, and what they mean for one model on one mesh.
 
-    groups  which parameters the optimizer treats alike, and how it is built over this rank's pieces
-    matrices  those whose momentum is made orthogonal (Muon), by name
+    groups  the groups of parameters with like options, and the builder of the optimizer over this rank's pieces
+    matrices  parameters with orthogonalised momentum (Muon), by name
     positions  of sequences that come without them, with sp
     """
 

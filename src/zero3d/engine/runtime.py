@@ -42,7 +42,7 @@ class Runtime(Foundation):
     """The parts of an engine that work in every step, and what they were built on.
 
     tiers  where states leave the device
-    slots  of a disk, for a restart; None where not all that is trained is there
+    slots  of a disk, for a restart; None unless all trained states are there
     """
 
     units: list[Unit]

@@ -33,7 +33,7 @@ class SumOrder(Protocol):
     summands   numbers of micro-batches in the global list, where the order follows them
     gradients  makes the owner of a unit's gradients
     optimizer  makes the optimizer, from the arguments of `ShardedOptimizer`
-    closes     after what `Reductions` takes local gradients as one summand
+    closes     the event after which `Reductions` takes local gradients as one summand
     draw       called before a forward with the number of this rank's micro-batch, in a pipeline that of the model
                chunk, too; None where nothing depends on them
     """

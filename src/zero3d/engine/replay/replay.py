@@ -39,7 +39,7 @@ COMPILED = ", compiled"
 class Round(NamedTuple):
     """One micro-batch of a step, computed here and by its owner.
 
-    partner  the row of ranks whose micro-batch was computed here: this one where it is alone
+    partner         the number of the rank on dp whose micro-batch was computed here: this one's where it is alone
     own, given      this rank's micro-batch in the step, and the one that was computed here
     again           the gradients of `given`
     """
