@@ -42,7 +42,7 @@ def states_of(optimizer: str, matrix: bool) -> int:
 class OptimizerBytes(NamedTuple):
     """Bytes of a unit's masters and optimizer states on one rank, padding among them.
 
-    rate           per parameter, of what all elements have
+    rate           per parameter, of the states that all elements have
     used, padding  of states that some of its parameters have alone
     """
 

@@ -4,8 +4,8 @@ Per trainable parameter, of four widths in bytes:
 
     w   compute weight       2 in bf16 and fp16, 4 in fp32, 8 in fp64
     a   reduced gradient     max(4, w)
-    g   local gradient       w with one micro-batch a step, whose cast at the reduction is exact; else a
-    k   optimizer            what is stored of a master beside its weight, and the optimizer's states
+    g   local gradient       w with one micro-batch a step, for its cast at the reduction is exact; else a
+    k   optimizer            the part of a master stored beside its weight, and the optimizer's states
 
     stage           parameters   gradients                optimizer
     0               w            a                        k
@@ -18,8 +18,8 @@ parameters, with `weights: cast` none beside wider masters. A frozen parameter h
 gathered weights (zero.second_shard) is w/RANKS more of parameters at stage 3, in blocks of 8 bits (1 + 4/256)/RANKS. An
 element of padding costs what a parameter does. Gradients on the device are there from their first use in a step to the
 unit's update: none at rest, all of them at the end of a step's last backward. With Adam in bf16 stage 3 has w + k = 14
-bytes a parameter over N at rest, 12 with `weights: cast`, and a = 4 more at that end; the paper's, whose gradients are
-of 16 bits, 14 and 16.
+bytes a parameter over N at rest, 12 with `weights: cast`, and a = 4 more at the end of that backward. The paper, with
+gradients of 16 bits, has 14 and 16.
 Source of the paper's figures: Rajbhandari et al., "ZeRO" (2020), section 5 and figure 1.
 """
 
@@ -133,7 +133,7 @@ def _gradient_rate(unit: UnitPlan, plan: GradientPlan, reduced: bool) -> Fractio
 
 
 def _gradient_widths(plan: GradientPlan, master: int) -> tuple[int, int]:
-    """Return bytes per parameter of the gradients that a rank keeps whole, and of those that it keeps a shard of."""
+    """Return bytes per parameter of a rank's gradients: kept whole, and kept in a shard."""
     if plan.counters:
         return (0, plan.counters * master) if plan.shard else (plan.counters * master, 0)
     return plan.local.itemsize if plan.kept else 0, master if plan.shard else 0

@@ -101,7 +101,7 @@ class UnitTraffic(NamedTuple):
 
 
 def traffic_of(name: str, unit: UnitPlan, elements: int, ranks: int | None) -> UnitTraffic:
-    """Return what the formulas need of a unit. ranks: over which experts are cut, that ep shares out; else None."""
+    """Return the formulas' inputs for a unit. ranks: of experts that ep shares out, the ranks they are cut over."""
     plan = unit.gradients
     return UnitTraffic(
         name,
@@ -119,7 +119,7 @@ def traffic_of(name: str, unit: UnitPlan, elements: int, ranks: int | None) -> U
 
 
 class Levels(NamedTuple):
-    """Counts the ranks of a dp axis: those that states are cut over, and the copies of each shard.
+    """Counts the ranks of a dp axis: the ranks that states are cut over, and the copies of each shard.
 
     shard x replicate = dp
     """
@@ -129,7 +129,7 @@ class Levels(NamedTuple):
 
     @property
     def axes(self) -> int:
-        """Count the axes of which a step compares the orders of operations: dp, and those of both levels."""
+        """Count the axes on which a step compares the order of operations: dp, and the axes of both levels."""
         return 1 if self.replicate == 1 else 2 if self.shard == 1 else 3
 
 
@@ -154,8 +154,9 @@ def step_traffic(
     exact    an all-to-all of as many elements in the place of each reduce-scatter; every micro-batch's weight and
              the norms of a rank's cells are exchanged, those of experts apart if there are any (`cells_of_experts`)
 
-    A step exchanges each rank's weight with its orders, and its norms. Where shards have copies, it sums what it
-    reduced over these, in exact mode behind every reduction. What gathers from second shards send is `node_traffic`.
+    A step exchanges each rank's weight with its orders, and its norms. Where shards have copies, a step sums its
+    reduced gradients over these, in exact mode behind every reduction. What gathers from second shards send is
+    `node_traffic`.
     """
     row, levels = stage_row(stage), n if isinstance(n, Levels) else Levels(n)
     dp = levels.shard * levels.replicate

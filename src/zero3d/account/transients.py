@@ -2,16 +2,16 @@
 
 whole units    stage 3's gathered weights, local gradients: the root's units all the time, blocks' at a hand-over,
                and those on their way
-a reduction    what is received, and gradients that are cast to go, in slots of a shard each
+a reduction    received gradients, and gradients that are cast to travel, in slots of a shard each
 
-               sums by the backend    1 slot, or none where a sum lands where it stays
+               sums by the backend    1 slot, or none where a sum arrives in its final place
                terms of 16 bits       a slot for each rank, added up by their owner
-               a cast                 a slot for each rank, where gradients travel in another dtype than they have
+               a cast                 a slot for each rank, where gradients travel in another dtype than their own
 
 messages       of units that are gathered in blocks of 8 bits: one is decoded, AHEAD on their way
 copies         of shards, over which a step's sums are taken: terms of IN_FLIGHT shards on their way, one being added up
 records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
-scratch        fp32 of what an update, a cast or a norm works on at a time
+scratch        fp32 values that an update, a cast or a norm works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
 """
 
@@ -44,7 +44,7 @@ def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2, under_way: i
     A block's units, of several dtypes or frozen and trained, are used together.
 
     at_once    blocks in use, or filling, at a hand-over
-    under_way  units that are on their way; none are whole where what travels is decoded when it is used
+    under_way  units on their way; none of them is whole if messages are decoded when they are used
 
     >>> whole_units([("root", 1), ("a", 10), ("a/frozen", 15), ("b", 20)])
     91
@@ -70,7 +70,7 @@ def coded_messages(elements: int, device: str) -> int:
 class Reduction(NamedTuple):
     """Describes how the gradients of one unit travel.
 
-    slots    that a message has: one for each rank, or for each other rank where messages go in pairs
+    slots    of a message: one for each rank, or for each other rank where messages go in pairs
     travels  bytes of an element on its way
     casts    gradients have another dtype before they travel
     terms    each rank's gradients arrive, not their sum
@@ -111,7 +111,7 @@ def reduction_of(unit: UnitPlan, micro_batches: int) -> Reduction:
 def sum_of_sources(unit: UnitPlan, elements: int) -> int:
     """Return the bytes in which gradients of several sources are summed before they travel, of so many elements each.
 
-    What is wide already is summed in the first source's row, but for exact sums, which are a tree.
+    Gradients that are wide already are summed in the first source's row, except in exact sums, which are a tree.
     """
     assert unit.gradients is not None
     master = unit.policy.master
@@ -156,19 +156,19 @@ def local_bytes(unit: UnitPlan, elements: int) -> int:
 def gathered_at_once(units: Iterable[BlueprintUnit], device: str) -> tuple[int, int]:
     """Return upper bounds of bytes of gathered weights: of whole units, and of messages in blocks and their scratch.
 
-    With the latter is what casts of masters take that find no room in others' slots of what is gathered.
+    The latter include casts of masters that find no room in other ranks' slots of the gathered unit.
     """
     released = [(name, plan, layout) for name, plan, layout in units if not plan.whole]
     coded = [layout.total for _, plan, layout in released if plan.coded]
     sizes = [(name, layout.total * plan.kind.dtype.itemsize) for name, plan, layout in released]
-    ahead = 0 if len(coded) == len(sizes) else AHEAD  # what travels in blocks is whole when it is used
+    ahead = 0 if len(coded) == len(sizes) else AHEAD  # a unit that travels in blocks is whole when it is used
     messages = coded_messages(max(coded), device) if coded else 0
     casts = max((cast_apart(plan, layout, device) for _, plan, layout in released), default=0)
     return whole_units(sizes, under_way=ahead), messages + casts
 
 
 def cast_apart(unit: UnitPlan, layout: UnitLayout, device: str) -> int:
-    """Return the bytes beside what is gathered in which masters are cast for a gather."""
+    """Return the bytes for casts of masters before a gather, beside the gathered unit."""
     if not unit.from_masters or (unit.cut.size > 1 and not unit.coded):
         return 0
     scratch = unit.policy.casts * FP32 * cast_scratch(layout.shard, device)
@@ -207,7 +207,7 @@ class CopySum(NamedTuple):
         return shard if self.form != SAME and self._whole else shard // self.ranks
 
     def held(self, shard: int) -> int:
-        """Return the bytes of a sum under way: terms to go, and those that come."""
+        """Return the bytes of a sum under way: outgoing and incoming terms."""
         part = self._part(shard)
         if self.form == SAME:
             return self.plain.nbytes(part)
@@ -235,7 +235,7 @@ def ring_bytes(longest: int) -> int:
 
 
 def passing_bytes(executor: str, record: int, device: str, splits: bool, temporaries: int = 0) -> int:
-    """Return what a device holds for records that pass through it: a ring, and fp32 masters of those in halves.
+    """Return a device's bytes for records that pass through it: a ring, and fp32 masters of split ones.
 
     record       bytes of the longest one
     temporaries  values that the optimizer makes of each element while it updates one
@@ -254,7 +254,8 @@ def gradient_staging(elements: int, policy: Policy) -> int:
 def arriving_bytes(shards: Sequence[int], policy: Policy) -> int:
     """Return the bytes of sums that are to wait off the device, of shards in the order of their reductions.
 
-    The last ones are under way, with what is added to them in the dtype that waits; those before are leaving.
+    The last ones are under way, with earlier sums to be added to them in the dtype of waiting sums; the ones before are
+    leaving.
     """
     if not policy.gradients:
         return 0
@@ -276,7 +277,7 @@ def record_scratch(
 ) -> int:
     """Return the bytes in which a record of so many elements is updated on a device of this type.
 
-    That is fp32 of what is in 16 bits, and noise by which moments are rounded, or what the cast of a master takes.
+    These are fp32 copies of 16-bit values and the noise that rounds moments, or the scratch of a master's cast.
 
     splits   masters are in halves
     rounded  moments are in bf16
@@ -296,7 +297,7 @@ def cast_bytes(policy: Policy) -> int:
 
 
 def master_scratch(elements: int, device: str, splits: bool) -> int:
-    """Return the bytes in which so many masters on the device are cast to weights, or those in halves updated."""
+    """Return the bytes for the cast of so many masters on the device to weights, or for the update of split ones."""
     return FP32 * (update_scratch if splits else cast_scratch)(elements, device)
 
 

@@ -1,11 +1,11 @@
-"""Buffers that a forward writes: its recomputation sees what they were before, and writes none.
+"""Buffers that a forward writes: its recomputation sees their earlier values, and writes none.
 
     BatchNorm        running statistics move in every forward in training
     spectral norm    a step of the power iteration in every forward, whose result divides the weight
     own averages     module.average.lerp_(x.mean(), 0.1), or module.average = ...
 
-Which ones a forward will write is not known before it: all of a block are copied, and those of modules that wrote none
-are dropped behind it. Blocks of transformers have none, or constant ones such as masks.
+The buffers that a forward will write are not known before it: all of a block are copied, and copies of modules that
+wrote none are dropped after it. Blocks of transformers have none, or constant ones such as masks.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def buffers_of(block: nn.Module) -> list[Before]:
 
 
 def written(before: Sequence[Before]) -> list[Before]:
-    """Return those of modules of which any was written."""
+    """Return the entries of modules with a written buffer."""
     writers = {entry.module for entry in before if entry.was_written}
     return [entry for entry in before if entry.module in writers]
 
 
 @contextmanager
 def as_before(buffers: Sequence[Before]) -> Iterator[None]:
-    """Inside, these buffers have the values that they had; what is written is forgotten."""
+    """Inside, these buffers have their earlier values; writes to them are forgotten."""
     now = [(entry.module, entry.name, entry.module._buffers[entry.name]) for entry in buffers]
     for entry in buffers:
         entry.module._buffers[entry.name] = entry.value.clone()

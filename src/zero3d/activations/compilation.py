@@ -44,7 +44,7 @@ def compile_options(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def compiled_note(model: nn.Module) -> str | None:
-    """Return a line that names the compiled modules and what other shapes cost; None where no module is compiled."""
+    """Return a line with the compiled modules and the cost of other shapes; None where no module is compiled."""
     compiled = [module for module in model.modules() if is_compiled(module)]
     if not compiled:
         return None

@@ -3,10 +3,10 @@
     forward    input --copy--> buffer --ring--> slot        compute goes on; the input's own memory is free
     backward   input <--copy-- buffer <--ring-- slot        what is needed next is on its way by then
 
-    slots     of one size, that of the largest input so far: as many at a time as a micro-batch has inputs, until those
-              of all micro-batches in flight have one. That is known after the first pass; later growth is said
+    slots     of the largest input's size so far: as many at a time as a micro-batch has inputs, until inputs of all
+              micro-batches in flight have one. Their number is known after the first pass; later growth is reported
     buffers   three of a slot's size on the device, however deep the model is
-    pass      between two moments in which no input waits here: a micro-batch, in a pipeline a step
+    pass      the time between two moments without a waiting input: a micro-batch, in a pipeline a step
     order     inputs are brought in the order of the last pass; before there is one, in reverse of the forward
 
 A slot is free again when the graph that would have needed it is gone. A dry run takes the buffers and counts the rest.
@@ -34,7 +34,7 @@ from zero3d.offload.ring import HostStore, Ring
 from zero3d.spec.sizes import decimal
 
 PART = "inputs of recomputed blocks"
-AHEAD = DEPTH - 1  # buffers for what is brought; one is left for what is taken down
+AHEAD = DEPTH - 1  # buffers for inputs on their way up; one is left for an input on its way down
 
 
 class Slot:
@@ -127,7 +127,7 @@ class SlotSet:
             self._ring.retire(index, changed=False)
 
     def tidy(self) -> None:
-        """Make slots free whose inputs are gone; what is under way to or from them is waited for."""
+        """Free slots with inputs that are gone; wait for copies to or from them."""
         while self.left:
             index = self.left.pop()
             if index in self._coming:
@@ -150,7 +150,7 @@ class HostSlots:
     """Takes inputs down to the host and brings them back.
 
     a_pass   inputs that one micro-batch has on this rank
-    budget   bytes that this rank may take of its host's memory; `others`: of these, what else it has taken
+    budget   bytes that this rank may take of its host's memory; `others`: the part taken for other uses
     """
 
     def __init__(self, arena: Arena, a_pass: int, budget: HostBudget) -> None:
@@ -194,7 +194,7 @@ class HostSlots:
         return found
 
     def let_go(self, slot: Slot) -> None:
-        """Let go of what `get` has returned, and begin to bring what is needed next."""
+        """Let go of the input returned by `get`, and begin to bring the next one."""
         slot.slots.let_go(slot.index)
         self._bring_next()
 

@@ -4,8 +4,8 @@
     on the host   in slots of the host's memory (host_slots.py), of a partitioned one the part
 
 The *input* of a block is the first of its arguments that needs a gradient, the hidden states. Masks, positions and what
-else blocks share stays as it is. So does an input whose elements do not fill its memory, such as a slice of another
-tensor: its strides decide the last bits of what is computed with it.
+else blocks share stays as it is. So does an input that does not fill its memory, such as a slice of another tensor: its
+strides decide the last bits of results computed with it.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 6.1.
 """
@@ -40,7 +40,7 @@ class Partition(NamedTuple):
 
 @dataclass
 class KeptInput:
-    """One input: what it was like, and where it is.
+    """One input: its shape, strides and dtype, and its place.
 
     part  what autograd is to save of it on the device, in its place; empty if it is on the host
     slot  on the host

@@ -1,4 +1,4 @@
-"""Recomputing activations, as arithmetic: what is kept, what lives at the peak, what it costs. No torch.
+"""Recomputing activations, as arithmetic: kept inputs, interiors alive at the peak, extra compute. No torch.
 
     policy      kept inputs   whole interiors   attention interiors   extra forward, of a step's compute
     ----------  ------------  ----------------  --------------------  ----------------------------------
@@ -56,7 +56,7 @@ class Policy:
 
 
 class Arithmetic(NamedTuple):
-    """What a policy keeps between forward and backward, and what it adds to the compute.
+    """The tensors that a policy keeps between forward and backward, and the compute that it adds.
 
     kept_inputs    tensors the size of a block's input
     interiors      interiors alive at the peak, attention's part left out

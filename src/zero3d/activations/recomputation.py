@@ -14,8 +14,8 @@ earlier blocks of a segment are gathered once more). Losses and gradients equal 
 for bit, dropout included. Without grad and in eval mode a wrapper is the plain forward.
 `activations/policy.py` has the arithmetic.
 
-Selective is Korthikanti et al. 2022, section 5, one step coarser: attention's projections are
-recomputed too, which is what can be told from outside a module.
+Selective is Korthikanti et al. 2022, section 5, one step coarser: attention's projections are recomputed too, since a
+wrapper sees a module from outside.
 """
 
 from __future__ import annotations

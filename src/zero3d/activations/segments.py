@@ -1,4 +1,4 @@
-"""Segments of consecutive blocks of which only the first one's input is kept (Chen et al. 2016).
+"""Segments of consecutive blocks: only the input of a segment's first block is kept (Chen et al. 2016).
 
     forward    x0 -> block 0 -> x1 -> block 1 -> x2 -> block 2        K = 3
                kept: x0, and of every call its other arguments and the random state
@@ -12,19 +12,18 @@ call. A call joins the open segment if it is given the very tensor (by identity 
 last call returned; else, and after K calls, a new segment begins. A model that does something between
 two blocks therefore gets shorter segments, never wrong ones.
 
-Note 1, two calls. The last block of a segment, whose backward reads a MissingTensor, has its weights
-gathered, unless that backward came to it otherwise than through its outputs. A replay of the others goes
-through their `__call__`, for an engine's hooks gather weights there; but a block is given the recorded
-arguments, whatever its hooks make of them.
+Note 1, two calls. When the backward of a segment's last block reads a MissingTensor, the block's weights are gathered,
+unless backward entered it otherwise than through its outputs. A replay of the others goes through their `__call__`, for
+an engine's hooks gather weights there; but a block is given the recorded arguments, whatever its hooks make of them.
 Note 2, ownership. A graph owns its MissingTensors, they own the segment; the recorder only looks on. What
 is never run backward dies with its graph.
 Note 3, kept tensors are saved by a node of autograd: a later write in place is an error there, and
 saved-tensor hooks around the model (offload, meters) see them.
-Note 4, hooks live as long as the graph that was made under them: what a hook holds must not hold that
-graph, or nobody ever frees it.
-Note 5, what blocks write for one another, such as the keys and values that layers share in one dict: a call
-keeps what was in it before, and a replay writes to a copy. Readers keep what they were given, so that its
-gradient goes to the writer's own graph.
+Note 4, hooks live as long as the graph made under them: an object held by a hook must not hold that graph, or nobody
+ever frees it.
+Note 5, values that blocks write for one another, such as keys and values that layers share in one dict: a call keeps
+the dict's earlier contents, and a replay writes to a copy. Readers keep the tensors that they were given, so that their
+gradients go to the writer's own graph.
 Note 6, the first argument that needs a gradient is a call's input. It may be kept as something smaller
 (`kept_inputs.py`), which is saved in its place and made the input again by a replay.
 """
@@ -64,7 +63,7 @@ Keep = Callable[[Tensor, str], Kept | None]  # (input, the module's name); None:
 
 
 class TensorMeta(NamedTuple):
-    """Shape, dtype and device: what a recomputed tensor must share with the one that was not kept."""
+    """Shape, dtype and device, in which a recomputed tensor must equal the one that was not kept."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -95,11 +94,11 @@ class BlockCall:
 
     forward  the block's own
     nest     its (args, kwargs), with an empty tensor in the place of each
-    sources  for each tensor in the nest: which output of the call before it was, or None if it is kept
+    sources  for each tensor in the nest: the number of the earlier call's output that it was, or None if it is kept
     keeper   an empty tensor whose node keeps the others: in torch 2.11 the node lives no longer than it
     missing  what autograd saved inside, in order
-    input    its place among the kept tensors and what it is, where it is kept otherwise (Note 6)
-    buffers  those that it wrote, as they were before
+    input    its place among the kept tensors and its kept form, if it is kept otherwise (Note 6)
+    buffers  the ones that it wrote, with their earlier values
     """
 
     name: str
@@ -143,7 +142,7 @@ class Segment:
     last: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
 
     def outputs(self) -> dict[int, int]:
-        """Return positions in the last call's output by id of tensor, of those that are alive and unwritten."""
+        """Return positions in the last call's output by id of tensor, for tensors that are alive and unwritten."""
         last = ((ref(), version) for ref, version in self.last)
         return {id(t): i for i, (t, version) in enumerate(last) if t is not None and t._version == version}
 

@@ -1,4 +1,4 @@
-"""Chooses what `auto` in `offload` becomes: where states are, where gradients wait, who updates. No torch.
+"""Chooses a value for `auto` in `offload`: the place of states, the place of waiting gradients, the executor. No torch.
 
 An engine asks before its units are built, and a run that has a plan before that; they differ in what they know:
 
@@ -7,7 +7,7 @@ An engine asks before its units are built, and a run that has a plan before that
     room         every rank's: the furthest choice counts   the least of any rank
     rates        measured, or of data sheets for slots      the cluster's
 
-A need is that of the fullest instant: what is alive at one time. So gradients count beside logits where a step has
+A need is the most memory alive at one instant. So gradients count beside logits where a step has
 several micro-batches, and with one they do not: none have come by then.
 
     offload.optimizer=auto
@@ -53,7 +53,7 @@ class Need(NamedTuple):
     """Bytes that a rank needs on its device.
 
     states    of its optimizer
-    record    of them that leave together, at most
+    record    the largest part of them that leaves as one
     passing   of buffers through which records pass, once any has left
     instants  everything else that is alive at one time, by instant and name
     """
@@ -93,7 +93,7 @@ class Room(NamedTuple):
     ranks: int = 1
 
     def at(self, tier: TierRow) -> float:
-        """Return what it may take of a tier; files have no bound here: opening them says what a disk lacks."""
+        """Return the bytes that it may take of a tier. Files have no bound here: opening them finds a full disk."""
         if tier.on_host:
             return -1 if self.host is None else self.host
         if tier.folder:
@@ -136,12 +136,12 @@ def auto_place(need: Need, room: Room) -> Placed:
 
 
 def furthest(choices: Iterable[Placed]) -> Placed:
-    """Return the choice by which most leaves: what all ranks do where one of them must."""
+    """Return the choice by which most states leave: all ranks follow the rank that must make it."""
     return max(choices, key=lambda placed: (PLACES.index(placed.optimizer), placed.fraction))
 
 
 def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
-    """Return the bytes that a device lacks for gradients beside all else that stays; negative where some are left."""
+    """Return the bytes that a device lacks for gradients beside all else on it; negative where bytes are left."""
     most = max(sum(parts.values()) for parts in need.instants.values() if "gradients" in parts)
     return int(most + need.passing + (1 - fraction) * need.states) - room.device
 
@@ -199,7 +199,7 @@ class MeasuredRates(NamedTuple):
 
 
 def choose_by_measure(states: int, parameters: int, rates: MeasuredRates) -> ExecutorChoice:
-    """Choose who updates so many bytes of states, of so many parameters, by what the slowest rank has measured."""
+    """Choose the executor for so many bytes of states, of so many parameters, by the slowest rank's measured rates."""
     device = 2 * states / rates.both
     host = parameters / rates.adam + GRADIENT * parameters / rates.down + WEIGHT * parameters / rates.up
     return ExecutorChoice(
@@ -211,11 +211,11 @@ def choose_by_measure(states: int, parameters: int, rates: MeasuredRates) -> Exe
 def executor_of(
     offload: Offload, width: int, cannot: str, rates: Callable[[], Rates | MeasuredRates | None]
 ) -> ExecutorChoice:
-    """Choose who updates records where the settings leave it open.
+    """Choose the executor of records where the settings leave it open.
 
     width   bytes of a parameter in a record
-    cannot  why the host has not the bits of this optimizer; "" where it has
-    rates   gives those of the slowest rank; None where the device is a CPU
+    cannot  why the host would not give the bits of this optimizer; "" where it would
+    rates   gives the slowest rank's rates; None where the device is a CPU
     """
     if offload.optimizer == "none":
         return ExecutorChoice(DEVICE, "")

@@ -1,7 +1,7 @@
-"""The blueprint of a rank: what each of its units is, and where their parameters lie, as one value.
+"""The blueprint of a rank: the plan and the layout of each of its units, as one value.
 
-Settings, ranks and facts of parameters decide it, before anything is allocated. What changes a setting later, as `auto`
-does when it is known what leaves the device, makes a new one by the same function.
+Settings, ranks and facts of parameters decide it, before anything is allocated. A setting may change later, as `auto`
+does when the place of states is known: the same function then makes a new one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlueprintUnit(NamedTuple):
 class Blueprint(NamedTuple):
     """Says what all units of a rank are.
 
-    plans    what each unit is, by its name
+    plans    the plan of each unit, by its name
     layouts  where its parameters lie, and where shards are cut
     """
 

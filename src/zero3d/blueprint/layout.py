@@ -11,15 +11,16 @@ total is a multiple of 16,384: for every N that divides 64 the layout, the vecto
 checkpoints are the same. Where N does not divide 1,024 a multiple of 16 N has to do, since one of both would be up to
 N x 16,384: at N = 1,000 more than most adapters of a block have.
 
-A shard's part of a slot is a *piece*: a flat range. Where dp ranks have copies of shards, N is the ranks that these are
-cut over, and the total is what all of dp asks for: a shard has an equal part for each of its copies, which saves it.
+A shard's part of a slot is a *piece*: a flat range. Where dp ranks have copies of shards, N is the number of ranks that
+shards are cut over, and the total is rounded for all of dp: a shard has an equal part for each of its copies, and each
+copy's rank saves its part.
 
 Experts of a mixture are parameters [experts, ...], and are laid out expert by expert:
 
     |<------ expert 0 ------>|..|<------ expert 1 ------>|..|      every expert starts at a multiple of 256
     | gate_up[0] | down[0] |     | gate_up[1] | down[1] |           P elements each, padding (..) included
 
-Whoever has some of the experts has that part of the whole, so that cells of the grid are the same at every ep.
+A rank with some of the experts has that part of the whole unit, so that cells of the grid are the same at every ep.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class UnitLayout:
     """Slots of one unit and their cut into N equal shards.
 
     Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % (copies * block) == 0.
-    copies ranks of dp that have each shard
+    copies number of dp ranks with the same shard
     ep     neighbours on dp that have other experts, of one that is laid out expert by expert
-    block  elements of which no shard has a part: 16, or 256 where an optimizer has states for so many together
+    block  elements that are never divided among shards: 16, or 256 for an optimizer with states of so many together
     tail   elements behind the last slot, which N asks for
     cells  of the grid that the unit covers
     of_experts  whether it is laid out expert by expert
@@ -167,7 +168,7 @@ class UnitLayout:
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def rank_of(self, dp_rank: int) -> int:
-        """Return whose shard a dp rank has, by its number among the N that the unit is cut over."""
+        """Return the number of a dp rank's shard, among the N ranks that the unit is cut over."""
         return dp_rank // self.ep % self.n
 
     def whole_pieces(self) -> list[Piece]:
@@ -202,7 +203,7 @@ def grid(n: int) -> int:
 
 
 def padding_warning(layouts: Sequence[UnitLayout]) -> str | None:
-    """Return what to say where N shards of equal size pad units by more than a tenth; None otherwise, and up to N = 64.
+    """Return a warning if N shards of equal size pad units by more than a tenth; None otherwise, and up to N = 64.
 
     Up to there no unit has more padding than on one rank.
     """

@@ -44,7 +44,7 @@ def record_widths(weight: int, master: int, states: int, place: str) -> RecordWi
     """Return what a record of optimizer states holds at a place; on the device its bytes before it leaves.
 
     weight  bytes of a compute weight
-    master  bytes of what is stored of a master beside it: 4, 2 for a remainder, 0 where the weight is the master
+    master  bytes of a master stored beside it: 4, 2 for a remainder, 0 where the weight is the master
     states  bytes of all its optimizer states
     """
     whole = place in TIERS and TIERS[place].whole
@@ -93,7 +93,7 @@ class UnitStates(NamedTuple):
 
     @classmethod
     def of(cls, unit: UnitPlan, elements: int, segments: Segments, widths: Mapping[str, int]) -> UnitStates:
-        """Return what is updated of a unit: so many elements, cut where their states differ.
+        """Return the states of a unit on a rank: so many updated elements, cut where their states differ.
 
         widths  bytes of an element of each state
         """

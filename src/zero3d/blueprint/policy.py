@@ -49,23 +49,23 @@ class Policy(NamedTuple):
     """Says how all units of a run behave: its settings, without anything left open.
 
     row        of the stage table
-    release    when gathered parameters are given back: every_use | every_step
-    reduce     when gradients are reduced: every_micro_batch | every_step
+    release    the moment at which gathered parameters are released: every_use | every_step
+    reduce     the moment at which gradients are reduced: every_micro_batch | every_step
     summands   micro-batches whose gradients a rank sums in a step
     compute    dtype of weights that are cast
     master     dtype of masters and reduced gradients
-    wire       dtype in which gradients are reduced; they travel in a narrower one where nothing is rounded
+    wire       dtype in which gradients are reduced; they travel in a narrower dtype if that rounds nothing
     exact      gradients are summed in one tree over the global list of micro-batches
-    splits     masters of weights in another dtype are those and a remainder
+    splits     masters of weights in another dtype are stored as the weights and a remainder
     coded      weights travel to gathers in blocks of 8 bits
     from_masters  weights are cast from their masters in each gather, where these are wider: no shard of them stays
     params     shards of weights are off the device
     gradients  reduced gradients wait for the update off the device
-    held       dtype in which they wait there
+    held       dtype of gradients that wait off the device
     slow       the form in which sums travel between copies of shards
-    stochastic codes of that form are rounded up or down by chance
+    stochastic codes of that form are rounded stochastically
     apart      gradients of each rank whose tokens came to experts are kept apart
-    block      elements of which what travels in blocks allows no shard a part
+    block      elements that a shard never divides, for values that travel in blocks
     poison     released storages are filled with NaN: finds early releases
     """
 
@@ -158,10 +158,10 @@ def _resolve(zero: Zero, offload: Offload, precision: str, pp: int, accumulate: 
 class Ranks(NamedTuple):
     """The ranks among which units are shared out.
 
-    shard    over which states are cut
-    eshard   over which those of experts are, that ep shares out
-    copies   that have the same shards
-    ep       that share experts out
+    shard    ranks over which states are cut
+    eshard   ranks over which states of experts are cut, if ep shares experts out
+    copies   ranks that have the same shards
+    ep       number of ranks that share experts out
     node     neighbours that keep a second shard of gathered weights together; 1: nobody does
     """
 

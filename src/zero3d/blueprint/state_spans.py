@@ -21,7 +21,7 @@ Has = Callable[[int], bool]  # whether the slot of this number has a state
 
 
 class Span(NamedTuple):
-    """A range of what a rank updates, and the parameters that it stands for in formulas."""
+    """A range of a rank's updated elements, and the number of parameters that formulas count for it."""
 
     start: int
     stop: int
@@ -47,10 +47,10 @@ def span_of(pieces: Sequence[Piece], has: Has, elements: int, used: Fraction | i
 
 
 class Updated(NamedTuple):
-    """Describes what a rank updates of a unit: so many elements of its storage, padding among them.
+    """Describes a rank's updated part of a unit: so many elements of its storage, padding among them.
 
-    used    parameters that these stand for
-    pieces  of parameters that lie among them; none of a shard that is padding
+    used    parameters that formulas count for these
+    pieces  parts of parameters among them; none in a shard of padding alone
     """
 
     elements: int
@@ -59,13 +59,13 @@ class Updated(NamedTuple):
 
     @classmethod
     def of(cls, layout: UnitLayout, rank: int | None) -> Updated:
-        """Return what is updated of a unit. rank: among those that it is cut over; None where each updates all."""
+        """Return the updated part of a unit. rank: among the ranks that it is cut over; None where each updates all."""
         if rank is None:
             return cls(layout.total, layout.numel, layout.whole_pieces())
         return cls(layout.shard, layout.used_per_shard, layout.pieces(rank))
 
     def spans(self, states: Mapping[str, Has]) -> dict[str, Span]:
-        """Return where each state is, without those that no parameter has."""
+        """Return the span of each state; states that no parameter has are left out."""
         spans = {name: span_of(self.pieces, has, self.elements, self.used) for name, has in states.items()}
         return {name: span for name, span in spans.items() if span is not None}
 

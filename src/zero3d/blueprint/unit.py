@@ -1,8 +1,8 @@
-"""Decides what one unit is on a rank: which row of the stage table it follows, what of it is kept, what travels.
+"""Decides one unit's plan on a rank: its row of the stage table, the buffers that are kept, the dtypes that travel.
 
 weights                 kept whole       at stages 0 to 2; for a step; where one rank has all of the unit
                         in a shard       at stage 3, and whole from a gather to its release
-                        in masters       the same, where a gather casts these: of weights alone nothing is kept
+                        in masters       the same, where a gather casts these: no shard of weights is kept
 gradients, local        kept             where they are summed before a reduction, or one rank has them all
                         come and go      with each backward, where they are reduced after every micro-batch
 gradients, the shard    in place         this rank's slot of local gradients that are kept in its dtype
@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
     dtype      of its weights
     trainable  they get gradients
-    experts    they are experts that tokens are sent to, from all ranks that share experts out
+    experts    they belong to experts, which receive tokens from all ranks that share experts out
     """
 
     dtype: Dtype
@@ -35,9 +35,9 @@ class Kind(NamedTuple):
 class GradientPlan(NamedTuple):
     """Says how a unit's gradients are kept and reduced.
 
-    local     dtype in which they are taken from autograd
-    travels   in which those of one backward reach their owner
-    sums      in which those of several do, and sums over copies of shards
+    local     dtype of gradients taken from autograd
+    travels   dtype in which gradients of one backward reach their owner
+    sums      dtype in which the sums of several backwards do, and sums over copies of shards
     kept      a buffer of local gradients stays between steps; else one comes and goes with each backward
     shard     the shard has memory of its own; else it is this rank's slot of whole buffers
     counters  of exact mode: buffers of sums that wait for their other half, whole ones unless `shard`
@@ -59,11 +59,11 @@ class GradientPlan(NamedTuple):
 
 
 class UnitPlan(NamedTuple):
-    """Says what a unit is on each rank that has a shard of it.
+    """The plan of a unit, for each rank that has a shard of it.
 
-    row        of the stage table, which of experts may be another than the policy's
-    ranks      among which units are shared out
-    cut        those that this one is cut over
+    row        of the stage table; for experts it may differ from the policy's
+    ranks      the ranks that units are shared out among
+    cut        the ranks that this unit is cut over
     sources    ranks whose tokens give gradients that are kept apart: each has a row of the local buffer
     node       neighbours that keep a second shard of gathered weights together; 1: nobody does
     coded      weights travel to gathers in blocks of 8 bits

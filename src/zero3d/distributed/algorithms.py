@@ -1,7 +1,7 @@
 """How collectives are done: natively, or by messages between every two ranks.
 
-A message carries a tag made of (operation, unit): ranks that disagree on which comes next time out, where untagged
-ones of equal size would be taken for each other.
+A message carries a tag made of (operation, unit). Ranks that disagree on the next message then time out; without tags,
+messages of equal size would be taken for each other.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Native:
 class AllToAll(Native):
     """Reduces what travels in 16 bits by an all-to-all of terms: half the bytes of fp32 sums, added in rank order.
 
-    Wide terms are left to the backend's reduce-scatter: an all-to-all of them would save no byte, fix no more than
-    one more order, and hold N shards where that one holds one; between hosts it moves as many times the bytes as ranks
-    share a host, for nothing is added up on the way. exact=True fixes that order, too.
+    Wide terms are left to the backend's reduce-scatter. An all-to-all of them would save no byte, fix only one more
+    order, and hold N shards instead of one. Between hosts it would move the bytes times the ranks of a host, for
+    nothing is added up on the way. exact=True fixes that order, too.
     """
 
     name = ALL_TO_ALL
@@ -140,7 +140,7 @@ class AllToAll(Native):
 
 
 class Fake(Native):
-    """Calls a process group without peers, in a dry run: what the others would send is what this rank does."""
+    """Calls a process group without peers, in a dry run: this rank's data stands for the others' messages."""
 
     name = FAKE
 

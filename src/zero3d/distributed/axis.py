@@ -39,7 +39,7 @@ _unanswered: WeakKeyDictionary[Store, threading.Thread] = WeakKeyDictionary()  #
 
 
 class Watch(Protocol):
-    """What an axis asks of the watch that compares ranks: `OrderWatch`, which knows its axes."""
+    """Interface of the watch that compares ranks, for an axis: `OrderWatch` itself knows its axes."""
 
     verdict: str
 
@@ -47,7 +47,7 @@ class Watch(Protocol):
         """Return why ranks can never meet, where any rank knows that; empty otherwise."""
 
     def explain(self) -> str:
-        """Return how ranks differ in what they have begun, where all of them ask; empty otherwise."""
+        """Return how ranks differ in begun operations, if all of them ask; empty otherwise."""
 
     def peers(self, axis: str, op: str) -> str:
         """Return what other ranks of an axis have told of its last operations, beside `op`; empty without any."""
@@ -62,10 +62,10 @@ class Axis:
     patience  seconds until a device that still waits for a peer is given up, before the groups give up themselves
     meet      gathers a few numbers through the store, for ranks that come hours apart: where groups are on devices,
               whose watchdog would not wait, and where there are none
-    under_way what outlives the step that began it
+    under_way operations that outlive the step that began them
     heartbeat where this rank says what it waits for; None where nobody is told
-    log       what this rank has begun on it; None where nobody compares that
-    watch     compares it with what the others have begun, when nothing moves
+    log       the operations that this rank has begun on it; None where nobody compares them
+    watch     compares the log with the other ranks' logs, when nothing moves
     silent    calls are left out, and there is nothing to wait for: of a dry run's axes without groups
     """
 
@@ -85,7 +85,7 @@ class Axis:
     watch: Watch | None = None
 
     def close(self) -> None:
-        """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""
+        """Complete pending operations, for peers that need them, and drop the groups, whose threads must end now."""
         left = [pending for pending in self.under_way if not pending.over]
         for pending in left if left and read_note() == "" else []:  # after a failure a peer may never come
             try:
@@ -103,12 +103,12 @@ class Axis:
 
     @cached_property
     def _backends(self) -> dict[str, str]:
-        """Return what carries each type of device's tensors: asked of torch once, where every exchange wants it."""
+        """Return the backend for each type of device: asked of torch once, since every exchange uses it."""
         return backends_of(self.gathers)
 
     @property
     def place(self) -> torch.device:
-        """Where what it carries must be: gloo sends host memory, others send their device's alone."""
+        """The device of tensors to be sent: gloo sends host memory, others send their device's alone."""
         return HOST if self.backend in ("none", "gloo") else self.device
 
     def inside(self, op: str, unit: str, number: int = 0, peer: int | None = None) -> AbstractContextManager[object]:
@@ -116,7 +116,7 @@ class Axis:
         return nullcontext() if self.heartbeat is None else self.heartbeat.inside(self.name, op, unit, number, peer)
 
     def count(self, op: str) -> int:
-        """Return the number of the operation that begins, among those of its kind on this axis."""
+        """Return the number of the operation that begins, among operations of its kind on this axis."""
         return 0 if self.heartbeat is None else self.heartbeat.count(self.name, op)
 
     def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0, peer: int | None = None) -> Any:
@@ -133,7 +133,7 @@ class Axis:
             raise
 
     def raise_if_lost(self, error: RuntimeError, begun: float, op: str, unit: str, peer: int | None) -> None:
-        """Raise the error that says where, if a call that began at a moment of `time.monotonic` has lost a peer."""
+        """Raise an error that names this call, if the call has lost a peer. begun: a moment of `time.monotonic`."""
         waited = time.monotonic() - begun
         whom = "" if peer is None else f" for rank {peer} of that axis"
         phase = "" if self.heartbeat is None else self.heartbeat.long_phase
@@ -151,7 +151,7 @@ class Axis:
         raise lost from error
 
     def out_of_order(self, where: str = "") -> OrderError | None:
-        """Return the error of ranks that can never meet, if that is known; where: what this rank did, to ask others."""
+        """Return the error if ranks are known never to meet; with `where`, this rank's operation, ask other ranks."""
         watch = self.watch
         if watch is None:
             return None
@@ -160,12 +160,12 @@ class Axis:
         return OrderError(watch.verdict) if watch.verdict else None
 
     def explain_order(self) -> str:
-        """Return how ranks differ in what they have begun, where all of them ask; nothing where none can tell."""
+        """Return how ranks differ in begun operations, if all of them ask; empty where none can tell."""
         watch = self.watch
         return "" if watch is None else _asked(lambda _: watch.explain(), "")
 
     def _peers(self, op: str) -> str:
-        """Return what the other ranks have told the store of what they have begun; nothing where they have not."""
+        """Return the operations begun by the other ranks, as they told the store; empty where they told nothing."""
         watch = self.watch
         return "" if watch is None else _asked(lambda _: watch.peers(self.name, op), "")
 
@@ -336,7 +336,7 @@ def say_ended() -> None:
 
 
 def read_note() -> str:
-    """Return what the first rank that failed left; nothing if none did."""
+    """Return the note of the first rank that failed; empty if none did."""
     return _note()[0]
 
 
@@ -386,7 +386,7 @@ def _asked(ask: Callable[[Store], T], otherwise: T) -> T:
 
 
 def forget_note(axis: Axis) -> None:
-    """Remove the note on all ranks of the axis, so that none quotes what failed before."""
+    """Remove the note on all ranks of the axis, so that none quotes an earlier failure."""
     if axis.size == 1:
         return
     for turn in range(2):  # all have left what failed; none can fail again before the note is gone
@@ -415,10 +415,10 @@ def _lost(where: str, error: RuntimeError, early: str, phase: str) -> Zero3dErro
 
 
 def _gone(where: str, late: bool, message: str = "", early: str = "", phase: str = "") -> Zero3dError:
-    """Return the error of a rank whose peer came `late` or, as `where` says, went away, with its note if it has one.
+    """Return the error for a peer that came `late` or went away, as `where` says, with its note if there is one.
 
-    early  said in the place of `where` by a rank that did not wait itself, where there is no note
-    phase  that may take long, in which all ranks must be together
+    early  the text in place of `where` for a rank that did not wait itself, if there is no note
+    phase  a phase that may take long and needs all ranks together
     """
     note, code, rank = _note()
     if note:

@@ -57,7 +57,7 @@ def sum_of_copies(elements: int, ranks: int, wide: int, form: str) -> list[tuple
     """Return what a rank sends to sum so many elements over ranks: numbers of elements, with the bytes of each.
 
     wide  bytes of an element of a sum
-    form  in which terms travel, whose bytes are counted one by one; same: as sums do
+    form  of travelling terms, with their bytes counted one by one; same: as sums travel
     """
     part = elements // ranks * (ranks - 1)
     if form == SAME:

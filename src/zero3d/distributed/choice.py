@@ -1,9 +1,9 @@
-"""Which algorithm an axis has, by rule alone, since a timing probe could choose otherwise when a run is resumed.
+"""Chooses an axis' algorithm by rule alone: a timing probe could choose otherwise when a run is resumed.
 
-    pairwise    messages between every two ranks, summed in rank order: on gloo up to 8 ranks, whose own reduce-scatter
+    pairwise    messages between every two ranks, summed in rank order: on gloo up to 8 ranks. Gloo's own reduce-scatter
                 is a clone and an all-reduce
-    all-to-all  native, but for 16-bit gradients, whose terms are sent to their owner and summed there in rank order:
-                on NCCL and its like, over the axis that reduces gradients, where that sends no more between hosts
+    all-to-all  native, except that terms of 16-bit gradients are sent to their owner and summed there in rank order: on
+                NCCL and its like, over the axis that reduces gradients, where no more bytes go between hosts
     native      torch.distributed's collectives: elsewhere
     fake        native ones without peers: in a dry run
 
@@ -29,10 +29,10 @@ FEW = 2  # ranks of an axis on a host whose terms are no more bytes than fp32 su
 
 
 def choose_algorithm(backend: str, size: int, reduce_scatter: str = "", on_host: int | None = None) -> str:
-    """Return the name of an axis' algorithm, by (backend, N), how gradients are reduced over it, if so, and its hosts.
+    """Return the name of an axis' algorithm, by backend, number of ranks, reduction of gradients and hosts.
 
     reduce_scatter  one of REDUCTIONS; empty for an axis over which no gradients are reduced
-    on_host         the most ranks of the axis on a host; None where nobody knows, which counts as one host
+    on_host         the most ranks of the axis on a host; None if unknown, which counts as one host
     """
     if backend == "fake":
         return FAKE

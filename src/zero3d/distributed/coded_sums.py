@@ -1,18 +1,18 @@
 """Sums of a shard over ranks with slow links between them: every rank's term travels in a narrow form, coded once.
 
-    form      what travels of a term             what of an element is lost at most
+    form      a term as it travels               the largest error of an element
     bf16      each element in bf16               2^-8 of it
     int8      blocks of 256 (block_codec.py)     1/254 of its block's largest magnitude; with noise 1/127
     int4      the same                           1/14; with noise 1/7
 
     ranks     what each gets                                     it sends, of n elements
     few       all terms                                          (R - 1) n in that form
-    more      all terms of its part, and all parts when these    (R-1)/R n in that form, and (R-1)/R n of sums as they
-              are summed                                         are
+    more      all terms of its part, then all summed parts       (R-1)/R n in that form, and (R-1)/R n of sums as they
+                                                                 are
 
-Which of both is by the bytes alone (`block_bytes.all_get_terms`). Either way terms are decoded, this rank's own too,
-and added up in the shard's dtype in rank order: the bits are the same on all ranks, and in both ways. With noise a code
-is rounded up or down by chance, so that the mean of many is the term.
+The choice between the two follows from the bytes alone (`block_bytes.all_get_terms`). Either way terms are decoded,
+this rank's own too, and added up in the shard's dtype in rank order: the bits are the same on all ranks, and in both
+ways. With noise a code is rounded up or down by chance, so that the mean of many is the term.
 """
 
 from __future__ import annotations

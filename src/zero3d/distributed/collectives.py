@@ -99,8 +99,8 @@ def open_algorithm(
 class Comm:
     """Owns the collectives over one axis and a running hash of each kind of operation, `_order`.
 
-    reduce_scatter, on_host  how gradients are reduced over it, if they are: `choose_algorithm`
-    within  the axis that its ranks are some of, whose hashes are of operations on both
+    reduce_scatter, on_host  arguments of `choose_algorithm`, for an axis over which gradients are reduced
+    within  a larger axis that contains its ranks, and hashes the operations on both
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Comm:
         return Pending(finish)
 
     def all_to_all(self, full: Tensor, unit: str, take: Take) -> Pending:
-        """Send slot r of every rank's `full` [total] to rank r, where `take` is given what came, by rank.
+        """Send slot r of every rank's `full` [total] to rank r, and give `take` the received slots, by rank.
 
         Moves (N-1)/N total elements per rank.
         """
@@ -231,7 +231,7 @@ class Comm:
         return self._algorithm.all_to_all(self._reduction("all_to_all", unit), full, take)
 
     def pass_rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int], unit: str) -> Tensor:
-        """Send so many rows [., H] to every rank, by rank, and return those that come.
+        """Send so many rows [., H] to every rank, by rank, and return the received rows.
 
         Moves H elements for each row that is for another rank.
         """
@@ -307,8 +307,8 @@ class Comm:
     def gather_to_first(self, shard: Tensor, unit: str) -> Tensor | None:
         """Return the full tensor [total] of all ranks' `shard` [total/N] on rank 0, in its buffer; None on others.
 
-        Those of its host write there, and others send: 1/N of total each. Before the next call all ranks must have
-        agreed that rank 0 has used what it has.
+        Ranks of its host write into that buffer, and others send: 1/N of total each. Before the next call all ranks
+        must have agreed that rank 0 has used the tensor.
         """
         total = shard.numel() * self.size
         full = None if self._first is None else self._first[: total * shard.element_size()].view(shard.dtype)
@@ -325,7 +325,7 @@ class Comm:
         return None
 
     def _receive(self, full: Tensor, shard: Tensor, unit: str) -> None:
-        """Fill `full` with what others send, and wait for those who write."""
+        """Fill `full` with the other ranks' messages, and wait for ranks that write into it themselves."""
         slots = full.view(self.size, -1)
         words = torch.empty(self.size, 1, dtype=torch.uint8)
         arriving = {rank: (words if rank in self._near else slots)[rank] for rank in range(1, self.size)}
@@ -361,7 +361,7 @@ class Comm:
         return [float(gathers), float(_joined(*sums))]
 
     def order_error(self) -> OrderError:
-        """Return the error of this rank when hashes differ: who used which unit, where ranks can tell each other."""
+        """Return this rank's error when hashes differ, with every rank's units where ranks can tell each other."""
         if explained := self._axis.explain_order():
             return OrderError(
                 f"{explained} (The last operation of rank {self.rank} of axis {self.axis} was {self._last}.)"
@@ -421,7 +421,7 @@ class Comm:
             log.steps = Steps(log.steps.stage if stage is None else stage, log.steps.left_out + left_out)
 
     def note_step(self, decided: Sequence[float]) -> float:
-        """Take what this rank has decided about a step into its hash; return a hash of that alone, exact in fp32."""
+        """Take this rank's decisions about a step into its hash; return a hash of them alone, exact in fp32."""
         code = zlib.crc32(repr(decided).encode()) % (1 << 24)
         self._order["reduce_scatter"] = _joined(self._order["reduce_scatter"], code)
         return float(code)

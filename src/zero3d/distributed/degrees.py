@@ -51,7 +51,7 @@ class Fold(NamedTuple):
     name        of its degree, in Degrees, as a keyword of Mesh and as a key of the section mesh
     complement  the axis of the ranks with the same place among their neighbours; dp itself where the degree is 1
     what        its name in messages
-    cuts        whether it cuts parameters, whose parts a checkpoint joins
+    cuts        whether it cuts parameters; a checkpoint joins their parts
     bits        why another degree changes the bits of a run that is not exact
     usual       the degree where it is left out: 1, or None, which is all of dp
     exact       whether runs in exact mode have the same bits at every degree
@@ -199,7 +199,7 @@ class Degrees(NamedTuple):
         return self.dp // degree if axis in COMPLEMENTS else degree
 
     def group(self, axis: str) -> str:
-        """Return the axis whose groups this one uses: its own, but where it is all of another one that one's.
+        """Return the axis whose groups this axis uses: another one's if both have the same ranks, else its own.
 
         A complement of a degree of 1 is dp, and so are shards of all of dp; a rank's experts are cut over edp where
         shards are, and over shard where all ranks have all experts.

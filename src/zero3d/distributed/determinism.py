@@ -25,7 +25,7 @@ import torch.distributed as dist
 from zero3d.distributed.devices import has_float64
 from zero3d.errors import ConfigError, short
 
-CUBLAS, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # those that torch takes as deterministic
+CUBLAS, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # the values that torch takes as deterministic
 NCCL_ALGO, NCCL_PROTO = "NCCL_ALGO", "NCCL_PROTO"
 RING = "Ring"  # what every collective of every version of NCCL has
 FLASH = "FLASH_ATTENTION_DETERMINISTIC"

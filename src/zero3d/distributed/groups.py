@@ -9,9 +9,10 @@
 A group's first batched point-to-point must include all its ranks, or NCCL hangs; one collective of all of them as soon
 as it is made sees to that. It also connects ranks where a failure is told early, and not in the middle of a step.
 
-Ranks find each other in the store under a group's name, which torch (2.11 to 2.14) makes of how many groups a process
-has made: ranks whose caller made groups of some of them would wait under different names. Ours have names of their own,
-by axis, ranks, and how many of these there were before, which is alike on all members and in no one else's hands.
+Ranks find each other in the store under a group's name. Torch (2.11 to 2.14) makes it from the number of groups that a
+process has made. If the caller made groups of some ranks alone, ranks would wait under different names. Ours have names
+of their own, by axis, ranks, and how many of these there were before, which is alike on all members and in no one
+else's hands.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GroupOptions(NamedTuple):
 
 
 def options_of(axis: str) -> GroupOptions:
-    """Return what the groups of an axis are to be like, by what they carry."""
+    """Return the options for an axis' groups, by their traffic."""
     if axis in ("world", "replica"):
         return GroupOptions(channels=1)
     return GroupOptions(high_priority=axis in ("dp", "node"))

@@ -1,8 +1,8 @@
 """Names the CPU's kernels by what they compute: two CPUs of one name give the same bits, as far as a trial can see.
 
 torch says which of its own kernels it takes ("AVX512"). oneDNN and MKL choose theirs by the CPU, and by variables of
-the environment (ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS), and MKL has no call that says which. So a few products
-are computed, and their bits are the name: a hash beside the vendor and one of the instructions that the CPU has.
+the environment (ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS), and MKL has no call that tells its choice. So a few
+products are computed, and their bits are the name: a hash beside the vendor and a hash of the CPU's instructions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def products() -> str:
 def trial() -> str:
     """Return a hash of the bits of products in fp32 and bf16, and of attention.
 
-    The terms of each sum cancel: what is left is what rounding leaves, so that every order of adding has its own bits,
-    in bf16, too.
+    The terms of each sum cancel except for rounding errors, so that every order of adding has its own bits, in bf16,
+    too.
     """
     # In a dry run, too, it is this machine that is asked, and under autocast for products of the dtypes named here.
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):

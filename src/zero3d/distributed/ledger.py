@@ -12,7 +12,7 @@ HEADS = ("axis", "operation", "calls", "elements", "sent")
 
 
 class Entry(NamedTuple):
-    """Traffic of one operation on one unit: what this rank sends, which is what it receives."""
+    """Traffic of one operation on one unit: this rank sends it, and receives as much."""
 
     op: str
     axis: str

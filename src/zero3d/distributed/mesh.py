@@ -1,8 +1,8 @@
 """The ranks of a run on their axes: DP = world / (PP x TP), tp innermost (degrees.py has the arithmetic).
 
 Every axis of this rank has two process groups over the same ranks (axis.Axis, groups.py), or one where an engine asks
-for it (zero.communicators): a group takes device memory. Where engines that share a mesh ask for different numbers, the
-second group is made for the first one that needs it. Those of one rank's axes make torch's DeviceMesh.
+for it (zero.communicators): a group takes device memory. Engines that share a mesh may ask for different numbers: the
+second group is made for the first engine that needs it. The groups of one rank's axes make torch's DeviceMesh.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from zero3d.memory.arena import Arena
 from zero3d.watchdog.flight_recorder import FACT, recorder
 from zero3d.watchdog.heartbeat import WATCH, Heartbeat
 
-# Until a rank that waits for a peer is given up. On gloo torch's own default is 30 minutes, which a run has under a
-# watchdog (zero3d train), who is earlier; of an Engine alone nobody else would say who waits for whom.
+# Until a rank that waits for a peer is given up. On gloo torch's own default is 30 minutes. A run under a watchdog
+# (zero3d train) keeps it, since the watchdog reports earlier; for an Engine alone nobody else would say who waits for
+# whom.
 PATIENCE, WATCHED = timedelta(minutes=10), timedelta(minutes=30)
 TIMEOUT = "ZERO3D_TIMEOUT"  # seconds in the place of PATIENCE
 A_DAY = 24 * 3600.0  # seconds that ranks wait for one that tokenizes, or writes a checkpoint
@@ -51,11 +52,12 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 class Mesh:
     """The ranks of a run, arranged by degree; starts torch.distributed when nobody has.
 
-    dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
-    ep          experts of mixtures are shared out among so many neighbours on the dp axis, which it divides
-    sp          sequences are cut into so many parts, one for each of as many neighbours on dp, which it divides
-    shard       states are cut over so many neighbours on dp, which it divides, and repeated over dp / shard; left out,
-                they are cut over all of dp
+    dp, tp, pp  degrees. Their product must equal the world; one may be left out (dp together with others, which are
+                then 1)
+    ep          number of neighbours on the dp axis among which experts of mixtures are shared out; it divides dp
+    sp          number of neighbours on dp among which each sequence is cut into parts; it divides dp
+    shard       number of neighbours on dp over which states are cut; it divides dp, and states are repeated over dp /
+                shard. Left out, they are cut over all of dp
     device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
                 that has float64, else cpu; without a number, as "cuda": the current one, if 0 that by LOCAL_RANK).
                 Where nobody has, it decides with what torch.distributed starts
@@ -248,7 +250,7 @@ class Mesh:
         return self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """Return what gathers a few numbers of ranks that may come hours apart."""
+        """Return a function that gathers a few numbers from ranks that may come hours apart."""
         called = f"{name}/{ranks[0]}-{ranks[-1]}x{len(ranks)}"  # in one world no other axis of this name has these
         position = ranks.index(self.rank)
         return StoreExchange(_get_default_store(), called, position, len(ranks), A_DAY, self._known).exchange
@@ -279,7 +281,7 @@ class Mesh:
 
     @property
     def threads_asked(self) -> int | None:
-        """Return the threads that OMP_NUM_THREADS asks for; None where it is unset or 1, which every launcher sets."""
+        """Return the number of threads in OMP_NUM_THREADS; None if it is unset or 1, as every launcher sets it."""
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         return int(threads) if threads.isdecimal() and int(threads) > 1 else None
 
@@ -339,7 +341,7 @@ def start_distributed(device: torch.device | None = None) -> None:
             claim_device(store, device, rank)
         options = backend_options(backend, options_of("world"), patience)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, pg_options=options, timeout=patience)
-        if backend == "gloo":  # it connects rank by rank: one that leaves at once would fail those still connecting
+        if backend == "gloo":  # it connects rank by rank: one that leaves at once would fail ranks still connecting
             dist.barrier()
     else:
         with _loopback():
@@ -362,7 +364,7 @@ def _patience(backend: str) -> timedelta:
 
 
 def _launched() -> Launched:
-    """Return what a launcher says of this rank and its host."""
+    """Return a launcher's facts about this rank and its host."""
     shown = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
     local_rank, local_world, slot = (
         int(os.environ.get(name) or "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", SLOT)
@@ -403,7 +405,7 @@ def _close(axis: weakref.ref[Axis]) -> None:
 
 
 def _end() -> None:
-    """End at exit what `start_distributed` began; after a failure at once, for peers that may never come."""
+    """End torch.distributed at exit, as `start_distributed` began it; after a failure at once: peers may never come."""
     if dist.is_initialized():
         failed = "nccl" in backends_of().values() and read_note() != ""
         (_abort_process_group if failed else dist.destroy_process_group)()

@@ -4,11 +4,11 @@
     gathers      all_gather, exchange                   units that are used, and where steps and evaluations end
     reductions   reduce_scatter, ..., exchange          units whose gradients are complete, and the same ends
 
-Of two ranks of an axis whose sequences differ at one place, neither will ever do what the other waits for: every rank
-notes an operation before it waits for peers. A sequence that is only shorter proves nothing: its rank may be slow. On
-gloo, where a wait blocks the host, there is a second proof: a circle of ranks, each of which waits in an operation that
-the next one has not begun. Some may wait in a collective of the program's own, which ranks that are in a call of ours
-have not begun. Neither depends on when ranks tell what they have begun, nor on how long they take.
+If the sequences of two ranks of an axis differ at one place, neither will ever begin the operation that the other waits
+for: every rank notes an operation before it waits for peers. A sequence that is only shorter proves nothing: its rank
+may be slow. On gloo, where a wait blocks the host, there is a second proof, a deadlock: a circle of ranks, each waiting
+in an operation that the next one has not begun. Some may wait in a collective of the program's own, not begun by ranks
+in a call of ours. Neither proof depends on when ranks tell their operations, nor on how long they take.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero3d.distributed.unit_order import AHEAD, ROOT
 
 GATHERS, REDUCTIONS = "gathers", "reductions"
 SEQUENCES_OF = {"all_gather": (GATHERS,), "exchange": (GATHERS, REDUCTIONS)}
-KEPT = 1 << 14  # operations of a sequence: those of a step of 80 units and 64 micro-batches
+KEPT = 1 << 14  # operations of a sequence, as many as in a step of 80 units and 64 micro-batches
 MOST_BYTES = 1 << 26  # of a rank's post, unpacked
 NAMED = 4  # ranks in a text
 # Whose calls are counted alike on all ranks of an axis; messages between two ranks are not.
@@ -66,7 +66,7 @@ ONCE_MORE = (
 
 
 class Entry(NamedTuple):
-    """One operation that a rank has begun; `place` counts those of its sequence, from 0."""
+    """One operation that a rank has begun; `place` is its number in its sequence, from 0."""
 
     place: int
     op: str
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A call in which a rank waits for peers; `number` counts those of its kind on the axis, from 1.
+    """A call in which a rank waits for peers; `number` counts calls of its kind on the axis, from 1.
 
     peer  the only one that it waits for, by its place on the axis; None: all of them
     """
@@ -112,12 +112,12 @@ NOTHING_KNOWN = Steps()
 
 
 class OrderLog:
-    """Keeps what a rank has begun on one axis; a call of `add` takes a fraction of a microsecond.
+    """Keeps the operations begun by a rank on one axis; a call of `add` takes a fraction of a microsecond.
 
     begins  called before the first operation
     blocks  a wait blocks the host, as on gloo
     wait    the call that keeps the host waiting now, as the fields of a `Wait`
-    steps   of the engine whose axis it is
+    steps   of the axis' engine
     """
 
     wait: tuple[str, str, str, int, int | None] | None = None
@@ -182,12 +182,12 @@ class Part(NamedTuple):
 class Post(NamedTuple):
     """Holds all that one rank tells its peers: its logs, and the call in which it waits.
 
-    axes    ranks of the world that are on each of its axes, in the axis' order
-    parts   what it has begun, by axis and sequence
+    axes    the world's numbers of the ranks on each of its axes, in the axis' order
+    parts   operations that it has begun, by axis and sequence
     names   operation and unit of a code
     counts  calls that it has begun, by axis and operation
-    wait    the call in which it waits, if that blocks its host; all else here is as it was inside of it
-    call    the program's own collective in which it is instead
+    wait    the call in which it waits, if that blocks its host; the other fields were read during that call
+    call    the program's own collective, if the rank is in one instead
     steps   of its engine
     """
 
@@ -284,7 +284,7 @@ class Post(NamedTuple):
 class Difference(NamedTuple):
     """The first place at which ranks of one axis have begun different operations.
 
-    begun  ranks of the world by what they have begun, the rarest operation first
+    begun  ranks of the world by begun operation, the rarest operation first
     steps  of all ranks that have told
     """
 
@@ -323,7 +323,7 @@ class Circle(NamedTuple):
 
     @property
     def calls(self) -> list[OwnCall]:
-        """Return those that are the program's own: such a call may have ended since its rank told of it."""
+        """Return the program's own calls: such a call may have ended since its rank told of it."""
         return [wait for _, wait in self.waits if isinstance(wait, OwnCall)]
 
     def text(self) -> str:
@@ -339,7 +339,7 @@ class Circle(NamedTuple):
 
 
 def find_disagreement(posts: Mapping[int, Post]) -> Difference | Circle | None:
-    """Return the proof that ranks can never meet, from what some or all of them have told; None without one."""
+    """Return a proof that ranks can never meet, from the posts of some or all of them; None without one."""
     found = find_difference(posts) or find_circle(posts)
     return None if found is None else found._replace(steps={rank: post.steps for rank, post in posts.items()})
 
@@ -383,9 +383,9 @@ def find_circle(posts: Mapping[int, Post]) -> Circle | None:
 
 
 def _waits_for(rank: int, posts: Mapping[int, Post]) -> list[int]:
-    """Return the ranks that have not begun the call in which this one waits, of those that have told.
+    """Return the ranks, among those with a post, that have not begun the call in which this rank waits.
 
-    In a call of the program's own that is who waits in a call of ours; all others must be blocked as well.
+    For a call of the program's own these are the ranks in a call of ours, and all others must be blocked as well.
     """
     post = posts[rank]
     if post.wait is not None:
@@ -409,7 +409,7 @@ def _own(call: OwnCall) -> str:
 
 
 def _remedy(ops: Collection[str], steps: Mapping[int, Steps]) -> str:
-    """Return what to change where ranks differ in these operations."""
+    """Return the advice for ranks that differ in these operations."""
     if said := _left_out(steps):
         return said
     stage = max((each.stage for each in steps.values()), default=0)
@@ -418,7 +418,7 @@ def _remedy(ops: Collection[str], steps: Mapping[int, Steps]) -> str:
 
 
 def _left_out(steps: Mapping[int, Steps]) -> str:
-    """Return what to change where some ranks have left out more steps than others; nothing where none has."""
+    """Return the advice if some ranks have left out more steps than others; empty if none has."""
     numbers: dict[int, list[int]] = {}
     for rank, each in sorted(steps.items()):
         numbers.setdefault(each.left_out, []).append(rank)

@@ -2,14 +2,14 @@
 
     every rank    a thread looks once a second whether the rank's heartbeat has changed; if so, it does nothing
                   silent for PATIENCE: it posts what the rank has begun to the store (order_log.py), once
-    rank 0        silent, too: reads the posts that there are; a proof that ranks cannot meet becomes the verdict
-                  where a rank is in a collective of the program's own, it asks whether that goes on (own_calls.py)
-    every rank    silent: sees the verdict in the store and ends its own waits; one that was not silent finds it when
-                  the wait that it begins next is ended by its peers
+    rank 0        silent, too: reads all posts so far; a proof that ranks cannot meet becomes the verdict
+                  if a rank is in a collective of the program's own, it asks whether this goes on (own_calls.py)
+    every rank    silent: sees the verdict in the store and ends its own waits; a rank that was not silent finds it when
+                  its peers end its next wait
 
-How a wait is ended depends on where it is: on gloo a receive that runs out of time closes all connections of its group,
-so that whatever waits there returns; on accelerators the host waits in `Comm.read`, which looks for the verdict. A host
-that waits elsewhere, as in a program's own `loss.item()`, comes back when the group is aborted, a little later.
+A wait is ended by its backend's means. On gloo a receive that runs out of time closes all connections of its group, so
+that every wait there returns. On accelerators the host waits in `Comm.read`, which looks for the verdict. A host that
+waits elsewhere, as in a program's own `loss.item()`, comes back when the group is aborted, a little later.
 
 A silent rank may be slow, or in a debugger: that is no proof, and nothing is concluded from time. PATIENCE grows with
 the world, so that the store is never asked more than `RATE` times a second by all ranks together.
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 LOOK, PATIENCE = 1.0, 1.5  # seconds between two looks; of silence before a rank posts
 RATE = 500  # posts, and as many looks, that reach the store in a second
 GRACE = 5.0  # seconds until groups of accelerators are aborted, after the verdict
-EXPLAINS, A_MOMENT = 1.5, 0.01  # seconds in which all ranks tell what they have begun; between two looks
+EXPLAINS, A_MOMENT = 1.5, 0.01  # seconds in which all ranks post their operations; between two looks
 END = 2.0  # seconds that `close` waits for the thread
-TAG = 0x3FFFFFFF  # of the message that never comes; those of units are hashes of their names
+TAG = 0x3FFFFFFF  # of the message that never comes; units' tags are hashes of their names
 KEY = "zero3d/order"
 
 
@@ -87,7 +87,7 @@ class OrderWatch:
         return self.verdict
 
     def explain(self) -> str:
-        """Return the proof that ranks differ, which all of them ask for at one time; nothing where it does not come."""
+        """Return the proof that ranks differ, empty if it does not come; all ranks ask for it at one time."""
         end = time.monotonic() + EXPLAINS
         self.store.set(self._key("post", self._rank), self.post().pack())
         while not self.verdict and time.monotonic() < end:
@@ -151,7 +151,7 @@ class OrderWatch:
         return f"When nothing moved any more, {'; '.join(told)}." if told else ""
 
     def post(self) -> Post:
-        """Return what this rank has begun, from any thread, and the call in which it waits all that time."""
+        """Return this rank's operations, from any thread, and the call in which it waits while they are read."""
         axes = {name: list(ranks) for name, _, ranks in self._alive()}
         logs = {name: axis.log for name, axis, _ in self._alive() if axis.log is not None}
         before = [log.wait for log in logs.values()]
@@ -171,7 +171,7 @@ class OrderWatch:
                 yield name, axis, ranks
 
     def _judge(self) -> None:
-        """Read what ranks have told and look for a proof, where there is something new."""
+        """Read the posts of ranks and look for a proof, if there is a new post."""
         keys = {rank: self._key("post", rank) for rank in range(self._world)}
         told = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
         found = self._own.judge(told)
@@ -192,7 +192,7 @@ class OrderWatch:
             self.verdict = self.store.get(key).decode() + said
 
     def _end_waits(self, now: float, silent: float) -> None:
-        """End what this rank may wait in; after a while also what no collective of ours is."""
+        """End this rank's waits in our collectives; after a while also its other waits."""
         if self._ends == 0:
             if self._own.group is not None:  # what is raised there is torch's
                 sys.stderr.write(f"zero3d: OrderError: {self.verdict}\n")
@@ -231,7 +231,7 @@ def end_waits_on(group: dist.ProcessGroup, rank: int | None = None, size: int | 
 
 
 def abort(axis: Axis) -> None:
-    """Abort an axis' groups: kernels that wait for peers end, and with them what waits for the device."""
+    """Abort an axis' groups: kernels that wait for peers end, and with them all waits for the device."""
     for group in _groups(axis):
         with suppress(RuntimeError, AttributeError):
             group.abort()

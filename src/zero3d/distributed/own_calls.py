@@ -1,9 +1,9 @@
 """Collectives of the program's own, in which a rank may wait for one that waits in a call of ours.
 
 The main thread is in a collective of the program's own if its Python frames say so. Such a call is not counted: a rank
-that was in one and has left it since looks like one that is still inside. So the judge, when it has read who waits for
-whom, asks once more, and a rank answers a look later, if it is in the same call then. Collectives that one rank of many
-may leave long before another (a broadcast, an all-to-all) count between two ranks alone.
+that has left it since its post looks like a rank still inside. So the judge, when it has read who waits for whom, asks
+once more. A rank answers a look later, if it is still in the same call. Some collectives (a broadcast, an all-to-all)
+may be left by one rank long before another: they count between two ranks alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OF_TWO = (*_SUMS, "all_to_all", "all_to_all_single", "broadcast", "gather", "sca
 
 
 class Under(NamedTuple):
-    """A call of torch.distributed that the main thread has made for the program; `number` counts those of its group.
+    """A call of torch.distributed by the main thread for the program; `number` counts calls of its group.
 
     Its frame is not kept, which would keep all that its callers have.
     """
@@ -65,7 +65,7 @@ class OwnCalls:
         self._heartbeat = heartbeat
         self._own: Under | None = None  # where the main thread was at the last look
         self._question = 0  # that was in the store then
-        self.call: OwnCall | None = None  # which that is, with the question since which it goes on
+        self.call: OwnCall | None = None  # that call, with the question since which it goes on
         self._read: dict[int, bytes] = {}  # what the judge has read
         self._asked: tuple[int, object] = 0, None  # the judge's own last question, and the circle it is about
 
@@ -96,7 +96,7 @@ class OwnCalls:
         return own.call._replace(seen=seen)
 
     def judge(self, told: dict[int, bytes]) -> Difference | Circle | None:
-        """Return the proof that ranks cannot meet, if there is one in something new of what they have told."""
+        """Return the proof that ranks cannot meet, if new posts give one."""
         if told == self._read:
             return None
         self._read = told

@@ -1,4 +1,4 @@
-"""A receive buffer of one rank into which other ranks of its host write what they would otherwise send.
+"""A receive buffer of one rank: other ranks of its host write into it instead of sending messages.
 
     rank 0 of an axis                                    another rank
     a memory file: process, number, mark      ->         opens /proc/PROCESS/fd/NUMBER, maps it, and looks for the mark
@@ -40,7 +40,7 @@ class SharedBuffer:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device) if shared is None else shared
 
     def _shared(self, nbytes: int) -> Tensor | None:
-        """Return new memory, whose address this has then; None where the system has no memory files, or no more."""
+        """Return new memory and keep its address here; None where the system has no memory files, or no more."""
         try:
             file = os.memfd_create(NAME)
         except (AttributeError, OSError):

@@ -1,7 +1,7 @@
 """Says in which order an axis sends units, and how many are on their way at once. No torch.
 
-Each unit that is on its way takes memory for its whole weights or gradients. What allocates it, what counts it and what
-proves that ranks can never meet read the same numbers here.
+Each unit that is on its way takes memory for its whole weights or gradients. Its allocation, its account and the proof
+that ranks can never meet read the same numbers here.
 """
 
 from __future__ import annotations

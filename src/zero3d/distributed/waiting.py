@@ -48,7 +48,7 @@ class StoreExchange:
         self._count = 0
 
     def exchange(self, values: Tensor) -> Tensor:
-        """Return a vector [k] of every rank as [N, k]. Raises what a store does, where a rank failed or is late."""
+        """Return a vector [k] of every rank as [N, k]. Raises the store's errors, where a rank failed or is late."""
         mine = values.contiguous().view(torch.uint8).numpy().tobytes()
         self._opened = self._opened or self._store.add(f"{_KEY}/{self._name}/opened/{self._rank}", 1)
         self._count += 1

@@ -79,7 +79,7 @@ def frozen_entry(nbytes: int) -> list[MemoryEntry]:
 
 
 def describe_memory(entries: Sequence[MemoryEntry]) -> str:
-    """Return what is held in one line; the rest of what is allocated is activations and what is not the engine's."""
+    """Return the engine's memory in one line; all other allocated memory is activations, or not the engine's."""
     held = [f"{entry.category} {decimal(entry.now)} ({entry.place})" for entry in entries if entry.now]
     return f"held by the engine: {', '.join(held) or 'nothing'}; everything else is activations and other tensors"
 
@@ -165,7 +165,7 @@ class Accounts:
         return unit_bytes(unit.plan, unit.layout, OptimizerBytes(0) if unit.grads is None else self._optimizer_of(unit))
 
     def _optimizer_of(self, unit: Unit) -> OptimizerBytes:
-        """Return what is stored of a unit's masters beside weights, and its states; what is in records is apart."""
+        """Return bytes of a unit's masters beside weights, and of its states; records are counted apart."""
         stored, states = unit.weights.masters.stored, list[tuple[Span, Fraction]]()
         for name, key, flat in self._optimizer.flat_states():
             span = self._optimizer.span(unit, key) if name == unit.name else None

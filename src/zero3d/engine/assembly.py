@@ -181,7 +181,7 @@ def _note_writes(base: Foundation, frozen_base: FrozenBase | None, written: Sequ
 
 
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
-    """Keep what frozen parameters are where a model is given back whole and the engine does not load them itself."""
+    """Keep values of frozen parameters if the model is given back whole and the engine does not load them itself."""
     dp = base.axes.dp
     if base.mesh.degrees.cuts_model or options.weights is not None:
         return FrozenOriginals({}, dp)
@@ -202,7 +202,7 @@ def _accounts(runtime: Runtime, kept: KeptInputs | None) -> Accounts:
 
 
 def _open_pipeline(runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:
-    """Return this rank's end of the pipeline; the axis keeps what failed before, which raises Zero3dError."""
+    """Return this rank's end of the pipeline; an earlier failure, which the axis keeps, raises Zero3dError."""
     from zero3d.pipeline.runner import Pipeline  # with torch's pipelining, DTensor and sympy: a second
 
     callbacks = Callbacks(

@@ -1,14 +1,14 @@
 """What `auto` in `offload` means for an engine, from the bytes that its ranks are about to hold and may take.
 
-place      before the first unit is built: all ranks choose what the rank with the least room must have
-           states are those that the optimizer keeps of each group, as trying it on a few elements shows: Adam two, with
-           amsgrad three, Muon one of its matrices
-gradients  then: on the host where the device has no room for them beside the rest, and they may go there; where the
-           device is a CPU that is the same memory, and they stay
-executor   once it is known what the optimizer is: the host has the fused kernels of Adam and AdamW. Where the device
-           is a CPU these are the same bits, in one pass; elsewhere the faster one by rates that are measured at the
-           start (offload/rates.py), or by those of data sheets where states are on a disk: there a restart from slots
-           must choose the same
+place      before the first unit is built: all ranks make the choice of the rank with the least room. A trial of the
+           optimizer on a few elements shows its states of each group: Adam two, with amsgrad three, Muon one of its
+           matrices
+gradients  then: on the host if the device has no room for them beside the rest, and they may leave it. On a CPU that is
+           the same memory, and they stay
+executor   once the optimizer is known: the host has the fused kernels of Adam and AdamW. On a CPU these give the same
+           bits, in one pass. Elsewhere the faster executor is chosen, by rates measured at the start
+           (offload/rates.py). With states on a disk the rates are those of data sheets, for a restart from slots must
+           choose the same
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds
 
 
 def room_of(mesh: Mesh, offload: Offload) -> Room:
-    """Return what this rank may take now: of its device what is free, of the host a fair share."""
+    """Return the bytes that this rank may take now: all free ones of its device, a fair share of the host's."""
     device = mesh.device
     limit = None if offload.host_budget is None else parse_size(offload.host_budget, HOST_BUDGET)
     folder, ranks = offload.directory is not None, mesh.local_world or mesh.world
@@ -213,7 +213,7 @@ def room_of(mesh: Mesh, offload: Offload) -> Room:
 
 
 def _room_for(base: Foundation) -> Room:
-    """Return what this rank may take for its units: what it may take now, and what their weights hold until then."""
+    """Return the bytes that this rank may take for its units: free ones, and their weights' until then."""
     room, device = room_of(base.mesh, base.options.offload), base.axes.arena.device
     if device.type == "cpu":
         return room

@@ -2,7 +2,7 @@
 
     loaded        average = master                                       at the start, or where a checkpoint has none
     after_update  average = average + (1 - decay) * (master - average)   after every applied step
-    shown         master <-> average, and weights of what is master now  to evaluate and to export
+    shown         master <-> average, and weights cast from the master   to evaluate and to export
 
 An average is one more state of the optimizer's pieces: checkpoints, resharding, fingerprints and the account of memory
 have it with the moments. Its three operations are rounded one by one, so that its bits do not depend on how a unit is

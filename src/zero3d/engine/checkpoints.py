@@ -155,7 +155,7 @@ class Checkpoints:
     # --- from files -----------------------------------------------------------------------------
 
     def load(self, directory: str | Path, settings: str = SAVED) -> Any:
-        """Continue from a checkpoint, as `Engine.load` says; where that is refused what was open is open again."""
+        """Continue from a checkpoint, as `Engine.load` says; if it is refused, open parameters are open again."""
         if settings not in SETTINGS:
             raise ConfigError(f"load(settings={settings!r}): pass {' or '.join(map(repr, SETTINGS))}.")
         before = self._unsharded.now
@@ -203,7 +203,7 @@ class Checkpoints:
         self.resumed = resume_guarantee(saved, self._state().about, before)
 
     def compare(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
-        """Compare the run that was loaded with this one; return what changes bits, and have `resumed` say it.
+        """Compare the loaded run with this one; return the changes that affect bits, and note them in `resumed`.
 
         saved, live  what a training loop notes beside the engine, when it saved and now
         """

@@ -115,7 +115,7 @@ def check_experts(model: nn.Module, mesh: Mesh, exact: bool) -> None:
 
 
 def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool, sequence: bool) -> None:
-    """Refuse inputs of blocks that cannot be kept in parts or on the host, and warn of those that are cut already."""
+    """Refuse inputs of blocks that cannot be kept in parts or on the host, and warn of inputs that are already cut."""
     if not partition and not host:
         return
     what = "partition_activations" if partition else "offload.activations=host"
@@ -151,7 +151,7 @@ def check_replay(every: int, mesh: Mesh) -> None:
 
 
 def bind_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
-    """Return a scheduler on the engine's optimizer: what a callable builds, or an object that is bound to it."""
+    """Return a scheduler on the engine's optimizer: built by a callable, or an object that is bound to it."""
     if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -1,10 +1,10 @@
 """Records what an engine changes in a model's modules, and undoes it when the engine is closed.
 
     before   Before(model)             hooks, attributes and parameters of every module, as the caller has made them
-    built    before.changes()          what is different now: that is the engine's; nothing else is remembered
+    built    before.changes()          all differences, which are the engine's; nothing else is remembered
     closed   changes.undo(values, ...)  the modules as they were, with parameters that have these values
 
-    hooks        those that came are removed; the caller's own, later ones too, stay
+    hooks        the engine's are removed; the caller's own, later ones too, stay
     attributes   forwards, classes and child modules that were replaced are put back, unless the caller has replaced
                  them since
     parameters   the same objects, in the dtype in which they came; of a layer in tiles a new one
@@ -138,8 +138,8 @@ class Changes:
     ) -> dict[str, nn.Parameter]:
         """Put the modules back as they were, and whole values into their parameters, by name; return these.
 
-        owned    the engine's parameters; of a layer that it had in parts a new one is made
-        trained  names of those of which some part requires a gradient
+        owned    the engine's parameters; for a layer that it kept in parts a new parameter is made
+        trained  names of parameters with some part that requires a gradient
         """
         made = dict(owned)
         for name, p in made.items():

@@ -1,11 +1,10 @@
 """Refuse ranks with different numbers of micro-batches: one that has more would wait for its peers for ever.
 
 train_batch   has a list: all tell each other how long it is
-evaluate      has a list, or something that gives batches one by one: then all tell each other before each that there is
-              one more
+evaluate      has a list, or an iterable of batches one by one: all tell each other before each that there is one more
 
-On accelerators nothing is compared: that would wait for the device. What ranks tell is apart from the ledger, which
-counts what a step moves.
+On accelerators nothing is compared: that would wait for the device. The ledger, which counts a step's traffic, leaves
+these numbers out.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Engine:
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh, options: Options) -> Self:
-        """Build one of settings that are a record already, as those of a file are. Raises what `Engine(...)` does."""
+        """Build an engine of settings that are a record already, such as a file's. Raises what `Engine(...)` does."""
         engine = cls.__new__(cls)
         engine._open(assemble(model, mesh, options), False)
         return engine
@@ -214,15 +214,14 @@ class Engine:
     def close(self) -> None:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
 
-        Parameters are whole on every rank, in the dtype in which they came: those that were trained have their masters'
-        values, frozen ones those that they came with, or what was written since. One that was resized after `unshard()`
-        keeps its new shape. The torch optimizer holds these parameters, with empty state: `save` first what training
-        would go on from. Gradients of a step that is not applied are forgotten. Over tp, pp and ep no rank has a whole
-        model, and its model refuses to be used: `export` first. A mesh that the engine has made is closed, too.
-        Takes the whole model in that dtype on every rank, and moves (N-1)/N Psi elements of masters. All ranks call it;
-        afterwards every use of the engine but this one raises ConfigError. Raises OutOfBudget, and changes nothing,
-        where some rank has no room for the whole model; ConfigError inside full_params() and averaged(); and what a
-        save with `wait=False` raised.
+        Parameters are whole on every rank, in their original dtype. Trained ones have their masters' values, frozen
+        ones their original values or later writes. A parameter resized after `unshard()` keeps its new shape. The torch
+        optimizer holds these parameters, with empty state: call `save` first if training may go on. Gradients of a step
+        that is not applied are forgotten. Over tp, pp and ep no rank has a whole model, and its model refuses to be
+        used: `export` first. A mesh that the engine has made is closed, too. Takes the whole model in that dtype on
+        every rank, and moves (N-1)/N Psi elements of masters. All ranks call it; afterwards every use of the engine but
+        this one raises ConfigError. Raises OutOfBudget, and changes nothing, where some rank has no room for the whole
+        model; ConfigError inside full_params() and averaged(); and the error of a save with `wait=False`.
         """
         self._refuse("close()")
         self._unsharded.shut_for_close()
@@ -311,7 +310,7 @@ class Engine:
 
     @notes_memory
     def grad_norm(self) -> Tensor:
-        """Return the norm of the gradients of the step that is due, before clipping: what `step()` would return.
+        """Return the norm of the gradients of the step that is due, before clipping, as `step()` would return it.
 
         It is computed here, and the step that follows takes it: the same bits, and nothing is sent or read twice. All
         ranks call it. A loop may leave the step out, by `zero_grad()`; another backward before either is an error. NaN
@@ -353,21 +352,23 @@ class Engine:
     ) -> Tensor:
         """One step over a list of micro-batches; the global mean loss, on every rank.
 
-        A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
-        the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
-        number of targets that it is the mean of, by the model's code: shifted labels that are not -100 of a
-        causal language model; labels that are not -100 of a masked one, of tokens that are classified and of an
-        encoder-decoder; else examples. Of a model that returns one number, that as the mean loss of weight 1.
-        `num_items_in_batch` is left out of a mapping, for the loss is that mean. The step is applied at the end of
-        the list, whatever `accumulate` says; ConfigError after micro-batches of another one. Of the device the step
-        reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
-        returns after the last backward, [k] float64 on the device.
-        Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
-        It returns with new weights in place. `wait=False` leaves those of stages 1 and 2 on their way beside what comes
-        next: a forward, `state_dict()`, this engine's methods and torch's operations on a parameter wait for them. What
-        has shared a parameter's memory since before (its `data`, an array, a graph), or reads it in C++, does not:
-        call `engine.optimizer.wait()` first, as before `os._exit`. Where states leave the device, their update is what
-        is on its way: to read a parameter is then for all ranks to do together.
+        A mapping's entries that the model's forward does not take are left for the loss. Back-propagates the sum that
+        `loss(output, batch) -> (sum, weight)` returns; without `loss`, output.loss times the number of its targets. By
+        the model's code these are shifted labels that are not -100 of a causal language model; labels that are not -100
+        of a masked one, of tokens that are classified and of an encoder-decoder; else examples. If a model returns one
+        number, that number is the mean loss, of weight 1. `num_items_in_batch` is left out of a mapping, for the loss
+        is that mean.
+
+        The step is applied at the end of the list, whatever `accumulate` says; ConfigError after micro-batches of
+        another one. The step reads the device once. `figures` has the loss and all else of that read as plain numbers,
+        also the result of `besides`, [k] float64 on the device, which is called after the last backward.
+
+        Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`. It returns with new weights
+        in place. With `wait=False` stages 1 and 2 return while new weights are on their way: a forward, `state_dict()`,
+        this engine's methods and torch's operations on a parameter wait for them. Objects that share a parameter's
+        memory since before (its `data`, an array, a graph), and reads in C++, do not wait: call
+        `engine.optimizer.wait()` first, as before `os._exit`. Where states leave the device, their update is on its way
+        instead, and all ranks must read a parameter together.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         self._unsharded.refuse_open("train_batch()")
@@ -452,10 +453,10 @@ class Engine:
         `requires_grad_` inside freezes and unfreezes parameters, as `freeze` and `unfreeze` do.
         All ranks enter and leave together and write the same values (where they differ, the
         owner of each slice wins). Entering and leaving without writes changes no bit. At stage 3
-        gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
-        on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
-        this rank's weights is held inside, where they are not gathered from a shard. A view that is kept beyond the
-        block is NaN where stage 3 releases its memory, which stays allocated as long: keep a clone().
+        gathers the units: (N-1)/N Psi elements. A write into a tied parameter reaches its copy on another pipeline
+        stage; where both are written, the full model's name wins. With master="split" a copy of this rank's weights is
+        held inside, where they are not gathered from a shard. A view kept beyond the block is NaN where stage 3
+        releases its memory, and keeps that memory allocated: keep a clone().
         """
         units = self._unsharded.open(modules)
         try:
@@ -468,11 +469,10 @@ class Engine:
     def unshard(self, masters: bool = False) -> None:
         """Make all parameters whole until `reshard()`, as inside a `full_params()` block.
 
-        masters  trained in bf16 or fp16, show parameters that came in fp32 so, with their masters' values, as torch's
-                 autocast leaves a model: its forward then runs in autocast, and what is made of it is back-propagated
-                 before `reshard()`. Frozen ones have the values that they came with, where these were not written
-                 since; tiles (`gather_budget`) stay as they are. Takes 4 bytes more of a parameter, and moves (N-1)/N
-                 Psi masters
+        masters  when training in bf16 or fp16, show parameters that came in fp32 in fp32 again, with their masters'
+                 values, as torch's autocast leaves a model. The forward then runs in autocast; back-propagate its
+                 results before `reshard()`. Frozen parameters have their original values unless written since; tiles
+                 (`gather_budget`) stay as they are. Takes 4 bytes more of a parameter, and moves (N-1)/N Psi masters
         `step`, `train_batch` and `freeze` want `reshard()` first; `save`, `load`, `export`, `averaged` see to it. All
         ranks call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them; with `masters`
         ConfigError inside full_params(), and over tp, pp and ep.
@@ -498,8 +498,8 @@ class Engine:
     def unfreeze(self, pattern: str) -> None:
         """Train the parameters that a pattern of names matches, from the next forward on; all ranks call it.
 
-        Those that were frozen when the engine was built get masters, gradients and states of zeros, with all of their
-        unit, as if trained from the start; a ConfigError says where that is not built, and what to do there.
+        Parameters that were frozen when the engine was built get masters, gradients and states of zeros, with all of
+        their unit, as if trained from the start. A ConfigError says where this is not supported, and the way around.
         """
         self._refuse_window("unfreeze()")
         self._parts.registry.check()
@@ -562,7 +562,7 @@ class Engine:
     ) -> Path:
         """Write `directory/step-N` atomically: masters, optimizer states, frozen weights, buffers, RNG.
 
-        `loop` is what the training loop wants back from `load`: plain values, those of rank 0. `wait=False` returns at
+        `loop` is returned by `load` to the training loop: plain values, rank 0's. `wait=False` returns at
         once, with the folder that will be there: a thread copies the states into the host's memory, for which the next
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         `to` is a URL of an object store, such as s3://bucket/run, that gets a copy: every rank uploads its own files.
@@ -573,7 +573,7 @@ class Engine:
     def saved(self) -> Path | None:
         """Wait for a save with `wait=False` and return its folder; None where there is none, or it was told before.
 
-        All ranks call it. Raises what that save raised, on all of them; so does the next `save`, if nobody asked.
+        All ranks call it. Raises that save's error, on all of them; so does the next `save`, if nobody asked.
         """
         with self.clocks.of(SAVES):
             return self.checkpoints.saved()
@@ -596,14 +596,14 @@ class Engine:
         """Continue from a checkpoint (or the newest in a directory of them, or below a URL), on any mesh, at any stage.
 
         settings  "saved": options of the optimizer's groups (lr, betas, weight decay, ...) and the schedule's state are
-                  the checkpoint's, as torch's load_state_dict has it. "given": they stay those that this engine was
-                  built with, and the schedule is where it would be if it had been there from the first step; for an
-                  engine that has not trained yet. Keywords such as clip_norm are always this engine's
+                  the checkpoint's, as torch's load_state_dict has it. "given": the options of this engine stay, and its
+                  schedule is placed as if it had run from the first step; for an engine that has not trained yet.
+                  Keywords such as clip_norm are always this engine's
 
-        Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why, and which of
-        this engine's values the checkpoint's have replaced.
-        All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
-        Raises ConfigError where "given" cannot be, and leaves everything as it was, too.
+        Returns the saved `loop`. `resumed` says whether the run goes on bitwise and if not, why, and which of this
+        engine's values were replaced by the checkpoint's. All of it is checked first: a CheckpointError leaves
+        everything as it was, gradients of this step included. Raises ConfigError where "given" cannot be, and leaves
+        everything as it was, too.
         """
         return self.checkpoints.load(directory, settings)
 
@@ -614,7 +614,7 @@ class Engine:
 
     @property
     def slots(self) -> Note | None:
-        """What an earlier process has left in the slots of `offload.directory`: a step that all ranks have, or None.
+        """The step that an earlier process has left in the slots of `offload.directory` of all ranks, or None.
 
         `slots.step` applied steps, and `slots.loop`, which `note` was given for it. `load_slots` goes on from there;
         training from elsewhere writes over it.
@@ -626,9 +626,9 @@ class Engine:
         return self.checkpoints.load_slots()
 
     def note(self, loop: Mapping[str, Any] | None = None) -> None:
-        """Say that all of a step has happened, so that a restart can go on from the slots that its update writes.
+        """Note that a step is complete, so that a restart can go on from the slots that its update writes.
 
-        Nothing where not all that is trained is on a disk, or the optimizer is neither Adam nor AdamW. To be called on
+        Does nothing unless all trained states are on a disk, and the optimizer is Adam or AdamW. To be called on
         every rank after `step()` or `train_batch()`, its evaluation and its checkpoint; `loop` is for `load_slots`.
         """
         self.checkpoints.note(loop)
@@ -744,8 +744,6 @@ class Engine:
 
 
 class _Closed(Engine):
-    """An engine after `close()`."""
-
     def __getattr__(self, name: str) -> NoReturn:
         raise ConfigError("this engine is closed: build a new Engine to train its model further.")
 
@@ -763,7 +761,7 @@ class _Closed(Engine):
 
 
 def _flush_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> weakref.finalize[Any, Engine] | None:
-    """Let updates that are due be made when an engine goes, or its process ends; return what does the first."""
+    """Make due updates when an engine is collected, or its process ends; return the finalizer for the former."""
     if optimizer.updates is None:
         return None
     last = weakref.finalize(engine, _flush_last, lambda: optimizer)
@@ -779,7 +777,7 @@ def _flush_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
 
 
 def _flush_last(found: Callable[[], ShardedOptimizer | None]) -> None:
-    """Make updates that are due when an engine goes: its model may stay, and peers want what this rank sends."""
+    """Make due updates when an engine is collected: its model may stay, and peers wait for this rank's messages."""
     if (optimizer := found()) is not None:
         unwaited(partial(_flush, optimizer))
 

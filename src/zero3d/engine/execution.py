@@ -65,7 +65,7 @@ class Execution(Protocol):
         """Raise Zero3dError where ranks no longer agree since an earlier failure."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Return what is put around all that ranks do together: where one fails, none goes on."""
+        """Return a context for work that ranks do together: where one rank fails, none goes on."""
 
 
 class Direct:

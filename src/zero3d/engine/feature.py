@@ -1,4 +1,4 @@
-"""Feature: what a run may have beside training itself, as one class with a method for each moment that may concern it.
+"""Feature: an addition to plain training, as one class with a method for each moment that may concern it.
 
     the Engine is built    check           refuse what cannot be, before anything is allocated
                            opened          build it where options ask for it, with its states, buffers and hooks
@@ -17,9 +17,9 @@
 Every method does nothing unless a feature overrides it. `features.py` has the rows, and what their order means. To add
 a feature: its file, its keyword (options.py, or the section of a file that has it), its row.
 
-No feature: what a step cannot do without (gradients, the norm, the loss scale, the schedule, recomputed inputs,
-states off the device), since each takes part in the order of collectives or buffers at more moments than these; and
-what only one other part asks (a model's frozen originals: `close`; the folder of its frozen base: checkpoints).
+Not features are the necessary parts of a step (gradients, the norm, the loss scale, the schedule, recomputed inputs,
+states off the device): each takes part in the order of collectives or buffers at more moments than these. Nor are
+objects that only one other part asks (a model's frozen originals: `close`; the folder of its frozen base: checkpoints).
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 class Feature:
     """Does nothing at any moment.
 
-    name              what refusals call it
-    instead_of_it     what to pass in its place to freeze parameters after the engine is built; None: they may be frozen
+    name              its name in refusals
+    instead_of_it     the option to pass instead, if parameters are frozen after the engine is built; None: they may be
+                      frozen
     trains_unfrozen   whether parameters that were frozen when the engine was built may be trained from some step on
-    recording         what looks at a micro-batch of this step on its way through a pipeline
+    recording         the observer of a micro-batch of this step on its way through a pipeline
     """
 
     name: ClassVar[str] = ""
@@ -70,7 +71,7 @@ class Feature:
         """Begin a step, the first, second, ... one to be applied, of so many micro-batches."""
 
     def around(self, k: int, batch: Any, compute: Compute) -> AbstractContextManager[None]:
-        """Return what is put around forward and backward of the k-th micro-batch, where there is no pipeline."""
+        """Return a context for forward and backward of the k-th micro-batch, where there is no pipeline."""
         return nullcontext()
 
     def before_update(self, compute: Compute) -> None:

@@ -53,7 +53,7 @@ def check_features(model: nn.Module, mesh: Mesh, options: Options) -> None:
 
 
 def open_features(parts: Runtime) -> tuple[Feature, ...]:
-    """Return those that an engine has, in the order of the rows. Raises ConfigError."""
+    """Return the features of an engine, in the order of the rows. Raises ConfigError."""
     opened = (feature.opened(parts) for feature in FEATURES)
     return tuple(feature for feature in opened if feature is not None)
 
@@ -69,5 +69,5 @@ def required(features: Sequence[Feature], kind: type[F]) -> F:
 
 
 def having(features: Sequence[Feature], moment: str) -> list[Feature]:
-    """Return those that have something to do at a moment, by the name of its method."""
+    """Return the features that act at a moment, by the name of its method."""
     return [feature for feature in features if getattr(type(feature), moment) is not getattr(Feature, moment)]

@@ -46,8 +46,8 @@ class Axes:
     """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them.
 
     model_parallel  the ranks that hold one copy of the model together
-    folds           those that fold dp, by name: of shards dp itself where they are all of it
-    complements     the complements of these, by name: dp itself where the degree is 1
+    folds           the axes that fold dp, by name: for shards dp itself, where they are all of it
+    complements     the complements of these axes, by name: dp itself where the degree is 1
     eshard          the ranks of a shard group that hold the same experts
     node            the neighbours on dp who keep second shards together; None where nobody does
     """
@@ -127,11 +127,11 @@ class Foundation(Resolved):
     partition  this rank's share of the model
     order      in which micro-batches and ranks are summed
     sequence   the ranks that share sequences out; None where each has whole ones
-    notes      lines for people about what computes
+    notes      lines for people about the compute
     numbers    a hash of numbers in the full model's modules, as the caller built it
     specs      the units that are to be built of its parameters
     uses       names of the units that the forward of each module needs
-    blueprint  what these units are
+    blueprint  the plans of these units
     """
 
     axes: Axes

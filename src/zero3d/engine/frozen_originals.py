@@ -1,8 +1,8 @@
 """Values of frozen parameters that came in a wider dtype than an engine computes in, to give them back as they came.
 
     kept      when the engine is built: this rank's share over dp, on the host, where all ranks came with the same
-    original  when the model is made whole: gathered; an element whose weight no longer is the cast of what was kept
-              has been written since, and has its weight's value
+    original  when the model is made whole: gathered. An element was written since if its weight no longer is the cast
+              of the kept value; it then has its weight's value
 
 Nothing is kept where the engine loads the parameters itself (`weights`), for they are in files, and where the model is
 cut over tp, pp or ep, for it is not given back.

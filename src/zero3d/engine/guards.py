@@ -6,9 +6,9 @@ pickling raise instead. No class is patched: torch's own hooks and an instance a
 `__reduce_ex__`, which copy and pickle look up, are enough.
 
 A parameter's `grad` stays None at every stage, and torch's `clip_grad_norm_` takes parameters without gradients for
-ones that need no clipping: it returns 0. It has no hook, so what it calls last is replaced, once, by a function that
-looks at the parameters first. A program that has imported `clip_grad_norm_` earlier meets it, too. An optimizer of the
-program's own over them would train nothing: torch's hook ahead of all optimizers' steps looks at its parameters.
+ones that need no clipping: it returns 0. It has no hook, so the function that it calls last is replaced, once, by one
+that checks the parameters first. A program that has imported `clip_grad_norm_` earlier meets it, too. An optimizer of
+the program's own over them would train nothing: torch's hook ahead of all optimizers' steps looks at its parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero3d.zero.unit_parts import State
 from zero3d.zero.weights import is_placeholder, placeholder
 
 MARK = "__reduce_ex__"
-CLIPPING = {  # what torch clips with: where it is looked up, and the name under which a program calls it
+CLIPPING = {  # torch's functions for clipping: the modules in which each is looked up, by the name that a program calls
     "clip_grad_value_": (torch.nn.utils, clip_grad),
     "clip_grads_with_norm_": (torch.nn.utils,),
     "_clip_grads_with_norm_": (clip_grad,),  # by clip_grad_norm_
@@ -141,8 +141,8 @@ CUT_INTO_STAGES = (
 def guard_rest(model: nn.Module, kept: Set[nn.Parameter], why: str = CUT_INTO_STAGES) -> None:
     """Free what this rank does not have of a model, and refuse to use the model as a whole.
 
-    kept  parameters that this rank has: of a pipeline's chunks, which share them with the model
-    why   what happened to the model, and what to use instead
+    kept  this rank's parameters: a pipeline's chunks share them with the model
+    why   the fate of the model, and the object to use instead
     """
 
     def refuse(*_: Any) -> NoReturn:

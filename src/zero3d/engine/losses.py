@@ -1,4 +1,4 @@
-"""From a micro-batch to its loss: what of it the model is given, and what its output weighs.
+"""From a micro-batch to its loss: the entries that the model is given, and the weight of its output.
 
     micro-batch --forward--> output --sum_and_weight--> (sum of losses, weight)
 
@@ -32,9 +32,9 @@ SCALES = {ITEMS, "reduction"}  # entries of a micro-batch that make of a mean lo
 class Losses:
     """Calls a model with micro-batches, and makes sums of losses and weights of its outputs.
 
-    loss     (output, batch) -> (sum, weight), the caller's own; None for what the output itself says
+    loss     (output, batch) -> (sum, weight), the caller's own; None for the loss in the output itself
     part     makes the batch that `loss` is given of a whole one, where ranks share sequences out
-    targets  how many targets the loss in an output is the mean of, by the model's code
+    targets  the number of targets over which the loss in an output is a mean, by the model's code
     rows     of positions that the model is given, where a batch has one (packing.py: `position_rows`)
     """
 
@@ -52,9 +52,9 @@ class Losses:
         self._options, self._rows = forward_options(model), rows
 
     def checked(self, batch: Any) -> Any:
-        """Return a micro-batch without what would scale the model's own loss, whose mean is weighed here.
+        """Return a micro-batch without entries that would scale the model's own loss: its mean is weighed here.
 
-        Raises ConfigError where that would not be its mean.
+        Raises ConfigError where the loss would not be a mean.
         """
         if self._loss is not None or not isinstance(batch, Mapping) or SCALES.isdisjoint(batch):
             return batch
@@ -73,7 +73,7 @@ class Losses:
         return module(*batch) if isinstance(batch, (list, tuple)) else module(batch)
 
     def taken(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a forward takes of a mapping: entries that it names, any where it takes any.
+        """Return the entries of a mapping that the forward takes: the ones that it names, or all.
 
         The others are left for `loss`. Positions [B, L] are of as many rows as keep packed documents apart.
         """
@@ -122,7 +122,7 @@ def check_loss(call: str, loss: Any) -> None:
 
 
 def checked_weight(weight: Any) -> float | Tensor:
-    """Return the weight of a micro-batch. Raises ConfigError for what is none; no device is read for that."""
+    """Return the weight of a micro-batch. Raises ConfigError if it is none; no device is read for that."""
     if not isinstance(weight, Tensor):
         if not isinstance(weight, Real):
             _refuse_weight(short(repr(weight)))

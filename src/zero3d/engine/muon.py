@@ -22,7 +22,7 @@ from zero3d.zero.unit import Unit
 
 
 def _exchanges(parts: Runtime, torch_optimizer: MuonWithAdamW) -> list[Orthogonal]:
-    """Return what makes matrices orthogonal, for each axis that cuts some, and tell torch's optimizer of its pieces.
+    """Return an `Orthogonal` for each axis that cuts matrices, and tell torch's optimizer of its pieces.
 
     Raises ConfigError for matrices that are gathered in tiles.
     """

@@ -1,4 +1,4 @@
-"""Which torch optimizers may update pieces of parameters: those that treat every element by itself."""
+"""Tells which torch optimizers may update pieces of parameters: the ones that treat every element by itself."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _check_name(kind: type[Optimizer]) -> None:
 
 
 def checked(choice: OptimizerChoice) -> OptimizerChoice:
-    """Return a choice that refuses what `check_kind` does when it is built."""
+    """Return a choice that, when built, refuses the same optimizers as `check_kind`."""
 
     def build(pieces: list[list[Tensor]]) -> Optimizer:
         return check_kind(choice.build(pieces))

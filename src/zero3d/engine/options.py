@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def means(text: str) -> Mapping[str, str]:
-    """Return the metadata of a keyword that no section declares: what it means."""
+    """Return the metadata of a keyword that no section declares: its meaning."""
     return {"keyword": text}
 
 
@@ -162,7 +162,7 @@ class Options:
         return parse_budget(self.zero.gather_budget)
 
     def settings(self, mesh: Mesh, precision: Precision) -> Spec:
-        """Return what rules are about; an optimizer, or what builds it, is known by its attribute `row`."""
+        """Return the record that rules are about; an optimizer, or its builder, is known by its attribute `row`."""
         asked, row = replace(self.mesh, **mesh.degrees._asdict()), getattr(self.optimizer, "row", None)
         return Spec(
             self.zero,
@@ -214,8 +214,8 @@ def parts_activations(asked: spec.Mesh) -> bool:
 class Resolved:
     """Options, and what they mean for one model on one mesh.
 
-    groups  which parameters the optimizer treats alike, and how it is built over this rank's pieces
-    matrices  those whose momentum is made orthogonal (Muon), by name
+    groups  the groups of parameters with like options, and the builder of the optimizer over this rank's pieces
+    matrices  parameters with orthogonalised momentum (Muon), by name
     positions  of sequences that come without them, with sp
     """
 

@@ -1,4 +1,4 @@
-"""What this rank has of a model: its pipeline stage's chunks, and of those the tp axis' slices.
+"""This rank's share of a model: its pipeline stage's chunks, and the slices of these over the tp axis.
 
 model --pp--> chunks --tp--> slices of parameters --dp--> shards of units (assembly.py)
                      --ep--> some of the experts  --edp-> shards of their units

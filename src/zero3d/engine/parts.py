@@ -1,4 +1,4 @@
-"""What an engine is made of, in one flat record that grows while the engine is built.
+"""The parts of an engine, in one flat record that grows while the engine is built.
 
 Each class has all fields of the one before, and the next parts are built of it:
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 class Parts(Runtime):
     """All parts of an engine.
 
-    features   what there is beside training itself, in the order in which it is called
+    features   additions to plain training, in the order of their calls
     registry   the parameters, buffers and modules that the model has
     freezing   trains and freezes them between steps
     execution  how micro-batches go through the model; `pipeline` where there is one
     targets    how the model's own loss counts them
-    kept_inputs  of recomputed blocks, where they are not kept as they are
-    offload    what leaves the device, nothing of it open any more
-    frozen_base  the folder whose values frozen weights have; None without
+    kept_inputs  inputs of recomputed blocks, if they are kept in parts or on the host
+    offload    states off the device: the settings with every choice made
+    frozen_base  the folder with the values of frozen weights; None without one
     originals  values of frozen parameters in the dtype in which they came
-    notes      lines for people about what computes: what is in fp8, what is compiled
-    changes    what the model's modules were before
+    notes      lines for people about the compute: modules in fp8, compiled modules
+    changes    the engine's changes to the model's modules, to be undone
     """
 
     features: Sequence[Feature]

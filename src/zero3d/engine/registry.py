@@ -8,9 +8,9 @@ updates and which differ from rank to rank.
     a new norm weight     norm.weight = nn.Parameter(...)      another parameter under a known name
     a buffer              module.register_buffer(...)          a new name
 
-Looked at in every step and every forward without grad, so cheaply: modules hold what they register in dicts, of all of
-which values are compared by identity, in one pass. Buffers are compared by name alone: forwards assign new ones to old
-names.
+The model is checked in every step and every forward without grad, so the check is cheap. Modules keep parameters and
+modules in dicts, whose values are all compared by identity, in one pass. Buffers are compared by name alone: forwards
+assign new ones to old names.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Registry:
         self._look()  # modules without parameters came or went
 
     def _look(self) -> None:
-        """Take what modules have now as what they had."""
+        """Take the modules' present parameters, buffers and modules as the known ones."""
         self._modules = [vars(inner) for inner in self._module.modules()]
         values, names, lengths = self._registered()
         self._known = Registered(tuple(values), names, lengths)
 
     def _registered(self) -> tuple[Iterator[Any], list[str], list[int]]:
-        """Return what modules have registered now, whose values are read one by one."""
+        """Return the values that modules have registered now, to be read one by one, names of buffers, and counts."""
         dicts = [*chain.from_iterable(map(REGISTERED, self._modules))]
         buffers = [attributes["_buffers"] for attributes in self._modules]
         lengths = [*map(len, dicts), *map(len, buffers)]

@@ -42,7 +42,7 @@ class Runtime(Foundation):
     """The parts of an engine that work in every step, and what they were built on.
 
     tiers  where states leave the device
-    slots  of a disk, for a restart; None where not all that is trained is there
+    slots  of a disk, for a restart; None unless all trained states are there
     """
 
     units: list[Unit]
@@ -64,7 +64,7 @@ class Runtime(Foundation):
 
 
 def build_units(base: Foundation, source: Source | None) -> tuple[list[Unit], Tiers | None, Slots | None]:
-    """Build all units, and before them what holds their records where states leave the device."""
+    """Build all units, and before them the tiers of their records where states leave the device."""
     tiers, slots = open_tiers(base)
     axes, policy = base.axes, base.policy
     slow = None if policy.slow == SAME else SlowWire(policy.slow, policy.stochastic)
@@ -186,7 +186,7 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
 
 
 def _connect(base: Foundation, units: Sequence[Unit], hooks: Sequence[Hooks]) -> None:
-    """Tell expert layers what takes the gradients of each source, where their sources are apart."""
+    """Give expert layers the hooks that take the gradients of each source, where sources are kept apart."""
     of_root = {
         p: own for root, own in zip(base.partition.chunks.values(), hooks, strict=True) for p in root.parameters()
     }
@@ -198,7 +198,7 @@ def _connect(base: Foundation, units: Sequence[Unit], hooks: Sequence[Hooks]) ->
 
 
 def _announcer(heartbeat: Heartbeat, units: Sequence[Unit]) -> Callable[[nn.Module, Any], None]:
-    """Return a hook that tells the heartbeat whose forward begins."""
+    """Return a hook that tells the heartbeat which units' forward begins."""
     what = f"the forward of unit {' and '.join(repr(unit.name) for unit in units)}".encode()
     return lambda module, args: heartbeat.work(what)
 

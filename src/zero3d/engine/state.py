@@ -36,7 +36,7 @@ RANKS, TREE = "in rank order", "in exact mode's tree"
 def engine_state(
     parts: Parts, loop: Mapping[str, Any] | None = None, numbers: Mapping[str, WrittenNumber] | None = None
 ) -> EngineState:
-    """Return what a checkpoint is made of; `loop` is what the training loop wants back, `numbers` those of forwards.
+    """Return the state for a checkpoint; `loop`: the training loop's own values; `numbers`: written by forwards.
 
     Raises Zero3dError where an earlier failure left the ranks of a pipeline apart.
     """

@@ -107,8 +107,8 @@ class WeightStreams:
     """Streams the weights of an engine.
 
     memory  the entry of buckets while a stream holds them
-    _last   what receivers have, as far as this rank packed it; `_packers` are those of the stream under way
-    _form   in which the stream under way has weights
+    _last   the receivers' last weights, as far as this rank packed them; `_packers`: for the stream under way
+    _form   of weights in the stream under way
     """
 
     _form: Form | None = None
@@ -154,7 +154,7 @@ class WeightStreams:
             return self._send(sender, self._stream(kind, wanted, nbytes, memory, known))
 
     def _known(self, sender: Sender | None, nbytes: int) -> Mapping[str, str]:
-        """Return the checksums of what this rank packed last, where that is what all receivers have."""
+        """Return the checksums of this rank's last packed tensors, if all receivers have these tensors."""
 
         def met() -> bool:
             if sender is None:
@@ -240,7 +240,7 @@ class WeightStreams:
 
     @contextmanager
     def _resharded(self) -> Iterator[None]:
-        """Have no parameters whole inside, and those that were again afterwards, however it ends."""
+        """Reshard parameters inside; make the ones that were whole whole again afterwards, however it ends."""
         before = self._unsharded.now
         self._unsharded.reshard()
         try:
@@ -344,7 +344,7 @@ def _length(found: tuple[Bucket | None, bytes]) -> int:
 
 
 def _others(published: Published, sent: Collection[str]) -> dict[str, Tensor]:
-    """Return a stage's buffers, and what has waited, under the names of a stream; none that an earlier stage has."""
+    """Return a stage's buffers, by their names in a stream, without names that an earlier stage has sent."""
     named = {streamed_name(name): tensor for name, tensor in published.buffers().items()}
     return {name: tensor for name, tensor in named.items() if name not in sent}
 

@@ -1,4 +1,4 @@
-"""In which order what a step's micro-batches give is summed: gradients, losses and weights.
+"""The order in which the gradients, losses and weights of a step's micro-batches are summed.
 
 RankOrder    micro-batches as each rank runs them, then (or, reduced after each, before) dp ranks by number
 ExactOrder   one binary tree over the global list of micro-batches, whatever the number of ranks (zero/exact/)
@@ -28,12 +28,12 @@ from zero3d.zero.unit import MakeGradients, Unit, units_of
 
 
 class SumOrder(Protocol):
-    """What an engine asks of an order of summation.
+    """Interface of an order of summation, for an engine.
 
     summands   numbers of micro-batches in the global list, where the order follows them
-    gradients  makes what owns a unit's gradients
-    optimizer  makes the optimizer, of what `ShardedOptimizer` takes
-    closes     after what `Reductions` takes local gradients as one summand
+    gradients  makes the owner of a unit's gradients
+    optimizer  makes the optimizer, from the arguments of `ShardedOptimizer`
+    closes     the event after which `Reductions` takes local gradients as one summand
     draw       called before a forward with the number of this rank's micro-batch, in a pipeline that of the model
                chunk, too; None where nothing depends on them
     """

@@ -1,4 +1,4 @@
-"""Opens the tiers of an engine: what its settings leave off the device, who updates it, what a restart goes on from."""
+"""Opens the tiers of an engine: states off the device, their executor, and slots for a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero3d.spec.tiers import DEVICE
 
 
 def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
-    """Make what an engine's records need, and slots for a restart where a tier commits all that is trained.
+    """Make the tiers of an engine's records, and slots for a restart where a tier commits all trained states.
 
     None where nothing leaves the device. Raises ConfigError, OutOfBudget.
     """
@@ -42,5 +42,5 @@ def open_tiers(base: Foundation) -> tuple[Tiers | None, Slots | None]:
 
 
 def placement(base: Foundation, kinds: StateKinds) -> Placement:
-    """Return what says where this rank's records are."""
+    """Return the placement of this rank's records."""
     return Placement(base.options.offload, kinds, base.blueprint.plans, base.updated, base.axes.arena.device.type)

@@ -1,4 +1,4 @@
-"""Tiles of what is too large to be held at once: refuse what cannot be tiled, give a model's parts their tiles."""
+"""Tiles of matrices that are too large to be held at once: gives a model's parts their tiles, or refuses."""
 
 from __future__ import annotations
 
@@ -96,11 +96,12 @@ class User(NamedTuple):
 
 
 def tile_layers(chunks: Mapping[int, nn.Module], budget: Budget, tied: Collection[str], warns: bool) -> dict[str, Tile]:
-    """Cut weights of linear layers and embeddings that are above the budget into tiles, in place.
+    """Cut weights of linear layers and embeddings above the budget into tiles, in place.
 
-    tied   names of parameters that another pipeline stage has, too; they stay whole
+    tied   names of parameters shared with another pipeline stage; they stay whole
     warns  say which layers are above the budget and stay whole, and why
-    Returns what tiles are of them, by name. Raises ConfigError where a row is above the budget, or a block is compiled.
+    Returns the tiles, by name: the part of a parameter that each is. Raises ConfigError where a row is above the
+    budget, or a block is compiled.
     """
     tiles: dict[str, Tile] = {}
     left: list[str] = []

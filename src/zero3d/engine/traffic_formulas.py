@@ -97,7 +97,7 @@ class TrafficFormulas:
         """Return what the data axis sends in one applied step, by operation and unit.
 
         Gathers are as often as they were counted in a step, else as the ledger has them in whole steps. None where
-        neither says it, and where second shards are kept, which are gathered as weights have changed.
+        neither tells, and where second shards are kept: their gathers depend on when weights changed.
         """
         parts = self._parts
         if parts.axes.dp.size == 1:
@@ -172,8 +172,9 @@ def _over_node(
 ) -> Iterator[Sent]:
     """Yield planned rows with gathers as second shards share them out between all ranks and neighbours.
 
-    A gather is over all ranks where weights have changed since the last one, which evaluations make, too, and skipped
-    steps do not: how many are is as measured, and what they and all others send by formula.
+    A gather is over all ranks if weights have changed since the last one. Evaluations gather too, and skipped steps
+    change no weights: so the number of such gathers is the measured one, and the bytes of all gathers follow the
+    formula.
     """
     over = parts.mesh.degrees.group("shard")
     crossed = {row.unit: row.moved.calls for row in entries if (row.axis, row.op) == (over, "all_gather")}

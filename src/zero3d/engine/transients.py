@@ -94,7 +94,7 @@ def transient_bounds(parts: Parts, micro_batches: int) -> dict[str, int]:
 
 
 def bytes_over_copies(parts: Parts) -> int:
-    """Return the bytes in which a step's shards are summed over copies; those of an exact sum are a reduction's."""
+    """Return the bytes for a step's sums of shards over copies; an exact sum takes a reduction's."""
     blueprint = parts.blueprint_now
     trained = _trained(blueprint)
     if blueprint.policy.exact or not trained or blueprint.ranks.copies.size == 1:
@@ -108,7 +108,7 @@ def _trained(blueprint: Blueprint) -> list[BlueprintUnit]:
 
 
 def _to_host(blueprint: Blueprint) -> int:
-    """Return the bytes to which reductions come whose sums are kept on the host, and sums over copies of these."""
+    """Return the bytes on the device for reductions with sums kept on the host, and for sums over copies of these."""
     policy = blueprint.policy
     if not policy.gradients:
         return 0
@@ -120,7 +120,7 @@ def _to_host(blueprint: Blueprint) -> int:
 def _of_records(parts: Parts) -> tuple[int, int]:
     """Return the bytes of the device's ring of records, and of the scratch in which it updates one.
 
-    That is fp32 of what is in 16 bits, and noise, or what a cast takes. A CPU has the ring on the host.
+    The scratch is fp32 copies of 16-bit values and noise, or the scratch of a cast. A CPU has the ring on the host.
     """
     records = [unit.weights.records for unit in parts.units if unit.grads is not None]
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]

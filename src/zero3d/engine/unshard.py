@@ -1,7 +1,7 @@
-"""Parameters that `Engine.unshard` has made whole, until `reshard`: what is open now, and what that forbids meanwhile.
+"""Parameters that `Engine.unshard` has made whole, until `reshard`: which are open, and the calls this forbids.
 
     unshard        whole parameters, with `masters` in the dtype in which they came, and the model's forward in autocast
-    reshard        what was written is kept, and they are released
+    reshard        writes are kept, and parameters released
     resharded      not whole inside, and again after it: saves, loads, exports and averages are of masters
 
 Whole parameters themselves, as `full_params` opens them, too, are whole_parameters.py's.
@@ -146,8 +146,8 @@ class Unsharded:
     def _shown_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes in which whole parameters can show their masters, by the names that they have here.
 
-        They are those in which parameters came, where casting that to weights gives the weights: from the masters' on.
-        Tiles of a weight stay as they are.
+        A parameter's original dtype serves if a cast from it gives the weights: if it is at least as wide as the
+        masters'. Tiles of a weight stay as they are.
         """
         parts, came = self._parts, self._parts.changes.dtypes
         full_model, master = parts.partition.full_model, torch_dtype(parts.policy.master)

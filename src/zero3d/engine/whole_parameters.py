@@ -1,11 +1,11 @@
-"""Whole parameters for those outside of a forward and its backward: the caller, an export, a pipeline's weight phase.
+"""Whole parameters for use outside a forward and its backward: the caller, an export, a pipeline's weight phase.
 
 open, shut  full_params() and unshard(): reads and writes; what was written is kept on every rank
-show_masters  values and dtype of masters for those that are open: what a program finds that has trained by autocast
+show_masters  gives open parameters their masters' values and dtype, as in a program that trains by autocast
 gathered    one unit, to be read
-on_first    one unit, to be read where it is exported from: on the first of its ranks; in the buffer of `receiving`
+on_first    one unit, to be exported by the first of its ranks, in the buffer of `receiving`
 copied      all units one by one, into the host memory of the first rank
-masters     all masters one by one, on every rank: what a model is given back with
+masters     all masters one by one, on every rank: for a model that is given back
 of_chunk    all units of a model chunk, for the phase of a split backward that takes gradients of weights
 """
 
@@ -48,7 +48,7 @@ class WholeParameters:
     """Gathers units as long as a block lasts, and keeps what was written inside.
 
     note_writes  is told the units that were written into
-    originals    knows what frozen parameters were before the cast to weights
+    originals    has the frozen parameters' values from before the cast to weights
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The file that says which step a rank's disk slab holds whole, and where. No torch.
+"""The commit file: it says which step a rank's disk slab holds whole, and in which slot. No torch.
 
     {"format": 2, "owner": ..., "records": ..., "step": 7, "slot": 1, "before": 6, "sums": "89ab...",
      "sums_before": "0123...", "sha256": ...}
 
-    owner    what the caller calls the run and the rank
+    owner    the caller's name for the run and the rank
     records  SHA-256 of the records' names and sizes
     slot     where `step` is, 0 or 1; `before`, the step committed before it, is in the other one until that is
              overwritten (null: there is none)
@@ -11,7 +11,7 @@
              the step before; nothing where they are not known
     sha256   of all the rest
 
-Format 1 had no sums: its records can be gone on from, and nobody knows whether they are what was written.
+Format 1 had no sums: a run can go on from its records, but nobody can check them.
 It is written beside itself, fsynced and renamed: a reader finds the old one or the new one, never a part.
 """
 
@@ -79,7 +79,7 @@ def sync(directory: Path) -> None:
 
 
 def read(path: Path, owner: str, records: str) -> Commit | None:
-    """Return what is committed, None where nothing is. Raises CheckpointError for a file of others or a damaged one."""
+    """Return the commit, None where there is none. Raises CheckpointError for a file of others or a damaged one."""
     if not path.exists():
         return None
     try:

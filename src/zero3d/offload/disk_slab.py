@@ -8,17 +8,17 @@
     write(record) ...   into the slot that is not committed, all records of a step
     commit(k)           the disk has them; from now on slot s holds step k, the other one step k-1
     confirm(k)          all ranks have committed k: k-1 may be overwritten, so writing may go on
-    discard()           what is committed is of no use any more, since somebody else writes: no step is whole
+    discard()           the commit is of no use any more, since something else writes records: no step is whole
 
-A process that ends at any byte leaves step k-1 or k whole on each rank. After a restart all ranks go on from one that
-every rank has (`common_step`): a rank that is one step further still has the step before, which it could not overwrite
-until all others were as far. Once they are, that step may be half overwritten, though the commit still names it.
-Nothing is written before the ranks have agreed on a step (`resume`).
+A process that ends at any byte leaves step k-1 or k whole on each rank. After a restart all ranks go on from a step
+that every rank has (`common_step`). A rank that is one step further still has the step before: it could not overwrite
+that one until all others were as far. Once they are, the older step may be half overwritten, though the commit still
+names it. Nothing is written before the ranks have agreed on a step (`resume`).
 
-A record is read from where it was written last, be that committed or not. One that cannot be written keeps its former
-contents. Its checksum is taken from the memory that is written, on the way, and committed with its step; whoever goes
-on from a step that another process has left lets `verify` compare. Memory begins at a whole block and takes whole
-blocks (blocks.py), as that of a host slab does.
+A record is read from its last written place, committed or not. One that cannot be written keeps its former
+contents. Its checksum is taken on the way, from the memory being written, and committed with its step; `verify`
+compares it before a run goes on from another process' step. Memory begins at a whole block and takes whole blocks
+(blocks.py), as that of a host slab does.
 """
 
 from __future__ import annotations
@@ -194,11 +194,11 @@ class DiskSlab:
         self._written.add(index)
 
     def _sum(self, index: int, memory: memoryview) -> None:
-        """Take the checksum of what is written of a record, without what fills its last block."""
+        """Take the checksum of a record's written bytes, without the padding of its last block."""
         self._sums[index] = xxhash.xxh3_64(memory[: self._records[self._names[index]]]).hexdigest()
 
     def newest(self, index: int) -> tuple[Path, int]:
-        """Return where what a record holds now begins: the file, and bytes from its beginning."""
+        """Return the place of a record's newest contents: the file, and bytes from its beginning."""
         return self.path, self._newest[index] * self._starts[-1] + self._starts[index]
 
     def _place(self, index: int, slot: int, memory: memoryview) -> tuple[memoryview, int]:
@@ -284,7 +284,7 @@ class DiskSlab:
         )
 
     def discard(self) -> None:
-        """Say that no step is whole; every record keeps what it holds now. Raises CheckpointError."""
+        """Say that no step is whole; every record keeps its contents. Raises CheckpointError."""
         try:
             commit_file.remove(self._commit_path)
         except OSError as error:

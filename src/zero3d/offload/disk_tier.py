@@ -54,7 +54,7 @@ class DiskTier(OpenTier):
         self.slab: DiskSlab = agree(opening.site.world, open_or_replace)
 
     def tier(self, kind: str, buffers: Sequence[Tensor], staging: Sequence[Tensor]) -> Tier:
-        """Return a kind's records, which pass through buffers; staging: memory of the host for those of a device."""
+        """Return a kind's records, which pass through buffers; staging: memory of the host for buffers on a device."""
         records, slab = self.records(kind), self.slab
         if kind == FROZEN:
             file = RecordFile(slab.path.with_suffix(".frozen"), [record.nbytes for record in records])

@@ -39,8 +39,8 @@ class Executor(Protocol):
 class StagedGradients:
     """Owns buffers on the device to which gradients come from the host, on a stream of their own: the next one ahead.
 
-    buffers  free ones, and when compute has done with what was in each
-    coming   those that gradients have been sent to, by the gradient's address, and when each is there
+    buffers  free ones, each with the event after which compute no longer uses its contents
+    coming   buffers on their way, by the gradient's address, each with the event of its arrival
     """
 
     def __init__(self, arena: Arena, elements: int, dtype: torch.dtype) -> None:

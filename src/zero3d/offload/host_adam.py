@@ -9,7 +9,7 @@ A bucket of states is updated in one pass over memory, since every cast is done 
     bf16 moments   cast to fp32, updated, rounded at random (rounding.py)
 
 The update itself is torch's own fused kernel on pieces of parameters (Adam: arXiv:1412.6980; AdamW: arXiv:1711.05101).
-Its bits are those of whole parameters: chunks are cut at multiples of 16 elements, where its vectors end.
+It gives the bits of whole parameters: chunks are cut at multiples of 16 elements, where the kernel's vectors end.
 
     pieces [ 0 |     1     |2|        3        ]      of one bucket
     chunks [    0    |    1    |    2    | 3   ]      each: casts, one call of the kernel for all that is in it, casts
@@ -46,7 +46,7 @@ from zero3d.zero.streams import run_alone
 VECTOR = 16  # elements of the longest vector of torch's kernels on CPUs, at whose ends chunks may be cut
 CHUNK = 1 << 18  # a few arrays of it fit a core's caches, and Python's share, some 25 us, is small beside it
 LEAST = 1 << 14  # elements that are worth a thread: waking it takes as long as updating them
-SHARES = 4  # chunks of a thread where they need no scratch: one that others hold up is waited for no longer than that
+SHARES = 4  # chunks of a thread where they need no scratch: the wait for a delayed thread is no longer than one of them
 HELD = {torch.float32, torch.bfloat16, torch.float16, torch.int16}
 WIDE = 4  # fp32 values of scratch an element: master, gradient and two moments
 
@@ -110,9 +110,9 @@ class BucketPiece(NamedTuple):
 
 
 class BucketStates(NamedTuple):
-    """What an update reads and writes: 1-D views of one length.
+    """The inputs and outputs of an update: 1-D views of one length.
 
-    master      fp32, or int16: the remainders of a split master, whose upper halves are `weights`
+    master      fp32, or int16: the remainders of a split master; its upper halves are `weights`
     weights     bf16 or fp16; None where the master is the weight
     exp_avg     fp32 or bf16, and `exp_avg_sq` alike
     grad        fp32 or bf16, only read
@@ -161,7 +161,7 @@ class PieceCuts:
         self._starts, self._stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
 
     def within(self, start: int, stop: int) -> Iterator[tuple[AdamRule, list[slice]]]:
-        """Yield slices of the chunk [start, stop) by rule, those of neighbours that have the same one together."""
+        """Yield slices of the chunk [start, stop) by rule; neighbouring slices with the same rule come together."""
         first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         for rule, alike in groupby(self._pieces[first:last], key=itemgetter(2)):
             yield rule, [slice(max(piece[0], start) - start, min(piece[1], stop) - start) for piece in alike]
@@ -176,7 +176,7 @@ def _check(bucket: BucketStates) -> None:
 
 
 def scratch_bytes(threads: int, chunk: int = CHUNK) -> int:
-    """Return the bytes that an executor of so many threads takes beside what it updates."""
+    """Return the bytes that an executor of so many threads takes beside the updated tensors."""
     return 4 * (threads * WIDE * chunk + TILE + chunk)
 
 
@@ -204,7 +204,6 @@ class HostExecutor:
         run_alone(self._threads, threads, self._take_scratch)
 
     def _take_scratch(self, number: int) -> None:
-        """Give this thread its scratch."""
         self._own.scratch = self._scratch.view(self._count, WIDE, self._chunk)[number]
         self._own.rooms = None
 

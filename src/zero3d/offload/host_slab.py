@@ -8,9 +8,9 @@
 
 Why not torch's pinned memory: its allocator rounds up to powers of two and never gives back.
 
-Pages are touched at once, on every device. What was granted is then there: a step does not wait for the kernel to
-clear pages, and a host that is short of memory says so at the start. They are zeroed by the kernel, and lie on the
-memory node of the thread that built the slab.
+Pages are touched at once, on every device. Granted memory is then really there: a step does not wait for the kernel to
+clear pages, and a host short of memory says so at the start. They are zeroed by the kernel, and lie on the memory node
+of the thread that built the slab.
 
 The mapping lives as long as its last view: a view that outlives the slab stays valid. When the last one goes, the
 device is waited for, the memory unregistered, then unmapped. Forked children do not have it: copy-on-write would copy

@@ -1,4 +1,4 @@
-"""Records: runs of bytes that move between tiers whole, and what they are as tensors.
+"""Records: runs of bytes that move between tiers whole, and the tensors in them.
 
     [remainder int16 | exp_avg fp32 | exp_avg_sq fp32]      one after the other, without gaps
 

@@ -50,10 +50,10 @@ class Buffer:
     """Memory of one record on the device, and how far the record in it has come.
 
     staging  memory of the host that a disk reads and writes for it, on an accelerator
-    record   what is in it, or was last
+    record   the number of the record in it, or of the last one
     came     whether the record is there, or its copy enqueued before the event `arrived`
-    left     the same of its way back, and the event `gone`; `used` is when compute has done with it
-    copies   of memory of the host: events after which a device has copied from or to the record in it
+    left     the same for its way back, with the event `gone`; compute no longer uses the record after `used`
+    copies   for memory of the host: events after which a device has copied from or to the record in it
     """
 
     def __init__(self, memory: Tensor, staging: Tensor | None) -> None:
@@ -270,7 +270,7 @@ class Ring:
         return done
 
     def _bring(self, buffer: Buffer, index: int, before: Sequence[Buffer], left: Sequence[Future[None]]) -> None:
-        """Read a record into a buffer after what was in it, and what was written of it, has gone."""
+        """Read a record into a buffer after the buffer's last record has left, and after earlier writes of this one."""
         for future in left:
             future.result()
         buffer.wait_for_copies()

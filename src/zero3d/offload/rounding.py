@@ -14,7 +14,7 @@ The noise is a function of (seed, applied step, which moment, global index of th
     T      one fixed table of scattered numbers
 
 It is uniform, independent from step to step, and independent for any two elements (multiply-add hashing, Dietzfelbinger
-1996), so that errors of many elements add up as those of independent draws do. It has no state, and costs two integer
+1996), so that errors of many elements add up like errors of independent draws. It has no state, and costs two integer
 operations an element.
 """
 
@@ -83,7 +83,7 @@ def round_to_bf16(values: Tensor, out: Tensor, draw: Draw, first: int, table: Te
 
 
 def _cut_off(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where values have no next one to be rounded up to, and their upper halves; those of NaN stay NaN's."""
+    """Return a mask of values with no next one to be rounded up to, and all upper halves; a NaN's stays a NaN."""
     magnitude = bits & 0x7FFFFFFF
     quiet = (magnitude > _INFINITY).to(torch.int32) << 6
     return magnitude >= _LARGEST_BITS, (bits >> 16) | quiet

@@ -1,4 +1,4 @@
-"""The records of an engine's units: what is in each, and where blueprint/places.py puts it.
+"""The records of an engine's units: the contents of each, and its place by blueprint/places.py.
 
 unit's layout -> buckets of what this rank updates -> fields of a bucket's record -> place -> bytes
 """
@@ -80,11 +80,11 @@ class StateRecord:
 
 @dataclass(frozen=True)
 class StateKinds:
-    """What an optimizer keeps for each element, found by trying it on a few.
+    """The states that an optimizer keeps for each element, found by a trial on a few elements.
 
     states       dtype of every state that is as long as its parameter, by name; of some groups or all
-    groups       names of those that each group has
-    temporaries  values that its step makes of an element and drops, at most; 0 where nothing is known of it
+    groups       names of the states of each group
+    temporaries  the most temporary values that its step makes of an element; 0 where unknown
     """
 
     kind: type[Optimizer]
@@ -145,11 +145,11 @@ class StateKinds:
 
 @dataclass(frozen=True)
 class Placement:
-    """What says where a rank's records are.
+    """Says where a rank's records are.
 
-    plans    what each unit is, by its name
-    updated  what this rank updates of each, by its layout
-    device   type of the device, whose buckets records are cut by
+    plans    the plan of each unit, by its name
+    updated  this rank's updated part of each unit, by its layout
+    device   type of the device: its size of buckets cuts records
     """
 
     offload: Offload
@@ -200,9 +200,9 @@ class Placement:
 
 
 def restarts_from(specs: Sequence[UnitSpec], records: Sequence[StateRecord], kinds: StateKinds) -> bool:
-    """Return whether what a tier commits is all of a model: its weights, too, or masters that these are cast of.
+    """Return whether a tier commits all of a model: its weights, too, or the masters that weights are cast from.
 
-    What an optimizer knows beside them is then how many steps it has made: those of Adam's kind.
+    Only optimizers of Adam's kind qualify: beside these states they know the number of their steps alone.
     """
     weights = {each.unit for each in records if each.kind == PARAMETERS and each.commits}
     return (

@@ -27,7 +27,7 @@ from zero3d.offload.ring import Ring
 class Tier(Protocol):
     """Records of one kind at one place.
 
-    commits  whether they are those of a step that a slab commits
+    commits  whether a slab commits them with their step
     """
 
     commits: bool = False
@@ -78,7 +78,7 @@ class InPlace(Tier):
 
 
 class ThroughRing(Tier):
-    """Records that pass through a ring of buffers; `fields` are those in a host slab."""
+    """Records that pass through a ring of buffers; `fields`: of records in a host slab."""
 
     def __init__(self, ring: Ring, fields: Sequence[list[Tensor]] = ()) -> None:
         self._ring, self._fields = ring, fields
@@ -116,7 +116,7 @@ class TieredRecords:
     """Owns all records of a rank, numbered through; in the order of their numbers they are needed first."""
 
     def __init__(self, addresses: Sequence[Address], slab: DiskSlab | None = None) -> None:
-        """Take over the tiers that the records are in; slab: of those that are committed step by step."""
+        """Take over the tiers of the records; slab: of the records that are committed step by step."""
         self._addresses, self._slab = addresses, slab
         self._tiers = list({id(each.tier): each.tier for each in addresses}.values())
         self._open: dict[int, int] = {}
@@ -167,7 +167,7 @@ class TieredRecords:
             tier.drain()
 
     def commit(self) -> None:
-        """Say that all records of a step are changed; those on a disk are whole there when this returns."""
+        """Say that all records of a step are changed; a disk has its records whole when this returns."""
         if self._slab is not None:
             self.drain()
             if not self._steps:
@@ -201,7 +201,7 @@ class TieredRecords:
                         values.zero_()
 
     def verify(self) -> bool:
-        """Compare what an earlier process has committed with its checksums; False where there are none.
+        """Compare the records committed by an earlier process with their checksums; False where there are none.
 
         Raises CheckpointError.
         """
@@ -209,7 +209,7 @@ class TieredRecords:
         return self._slab.verify()
 
     def go_back(self) -> None:
-        """Have the records be those of the step that an earlier process has committed, and all ranks have agreed on."""
+        """Go back to the records of the step committed by an earlier process that all ranks have agreed on."""
         assert self._slab is not None
         self.drain()
         self._steps = self._slab.steps[0]

@@ -3,11 +3,11 @@
     records  of optimizer states, one a bucket; of shards of weights; of gradients      states.py, blueprint/places.py
       -> budget   host bytes of this rank, refused with the arithmetic before any are taken   memory/budget.py
       -> slab     one mapping of the host: its own records, and buffers of all                host_slab.py
-      -> tiers    each that a record is in, opened by what its row names (spec/tiers.py)      host_tier.py, disk_tier.py
+      -> tiers    each tier with records, opened as its row says (spec/tiers.py)              host_tier.py, disk_tier.py
       -> store    all records, each in place or behind a ring                                 tiered_records.py
 
-All of it is made before the first unit, and nothing later. What it is made of comes from `Stores`, which maps memory,
-opens tiers and starts threads; a dry run has its own, for any row.
+All of it is made before the first unit, and nothing later. `Stores` maps the memory, opens the tiers and starts the
+threads; a dry run has its own `Stores`, for any row.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class Opening(NamedTuple):
 
 
 class OpenTier(ABC):
-    """Owns what a rank has open of one tier. Each tier has a subclass in its file, which its row names.
+    """Owns a rank's open files and memory of one tier. Each tier's row names the tier's subclass and its file.
 
     A constructor that may fail does so on all ranks (`distributed.agreement.agree`); new records are zeros.
 
-    slab      the file whose steps are committed, of a tier whose records have slots that take turns
+    slab      the file with committed steps, if the tier's records have slots that take turns
     replaced  the step of another run that was there; NEVER, or UNKNOWN
     """
 
@@ -110,8 +110,8 @@ class OpenTier(ABC):
     def tier(self, kind: str, buffers: Sequence[Tensor], staging: Sequence[Tensor]) -> Tier:
         """Return the records of a kind, as they are used.
 
-        buffers  of a ring through which they pass; none where they are used where they are
-        staging  as many of the host, where a ring's are on a device and the tier is not addressed
+        buffers  of the ring through which they pass; none if they are used in place
+        staging  as many buffers of the host, if the ring's are on a device and the tier is not addressed
         """
 
 
@@ -160,16 +160,16 @@ class Stores:
 
 @dataclass(frozen=True)
 class Tiers:
-    """Owns what an engine has off its device.
+    """Owns an engine's states off its device.
 
-    units     what each unit has in records, by name
+    units     the buckets of each unit in records, by its name
     kept      memory of the host for units' reduced gradients, by name, where they leave the device
     arenas    accounts of all tiers, by name
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
     dtypes    of masters and optimizer states in records
-    why       the arithmetic of the executor, where that was open
-    slab      the file whose steps are committed, if any tier has one
+    why       the arithmetic by which the executor was chosen, if it was open
+    slab      the file with committed steps, if any tier has one
     threads   of this rank on the host
     replaced  the step of another run that was there; NEVER, or UNKNOWN
     """
@@ -195,7 +195,7 @@ class Tiers:
         return int(sum(self.arenas[HOST].live(category) for category in (*STATES, *TRANSIENT)))
 
     def updates(self, optimizer: ShardedOptimizer, arena: Arena, clocks: Clocks) -> RecordUpdates | None:
-        """Return what updates an optimizer's pieces in records; None where only frozen weights are."""
+        """Return the updates of an optimizer's pieces in records; None if only frozen weights are in records."""
         if all(unit.weights.records is None for unit in optimizer.units):
             return None
         executor: Executor = (near := DeviceExecutor(optimizer.torch, arena, self._staged(optimizer, arena)))
@@ -278,7 +278,7 @@ class Builder:
         return self._stores.host(parts, asked)
 
     def _open_tiers(self, slab: HostSlab) -> dict[str, OpenTier]:
-        """Open what records are in, and what is asked for though nothing is there yet."""
+        """Open the tiers of all records, and tiers that settings ask for though they have no record yet."""
         folder = None if self._offload.directory is None else Path(self._offload.directory)
         opened = {}
         for row in self._used:
@@ -298,7 +298,7 @@ class Builder:
         return [each.record for each in self._records if each.kind == kind and each.place == place]
 
     def _parts(self) -> dict[str, list[Record]]:
-        """Return what the host's slab holds, by what it is in words."""
+        """Return the contents of the host's slab, by their names in words."""
         parts = {WORDS[kind]: self._of(kind, HOST) for kind in CATEGORY}
         for kind in CATEGORY:
             if self._rings_on_host(kind):
@@ -309,12 +309,12 @@ class Builder:
         return parts
 
     def _place(self, kind: str) -> str:
-        """Return where records of a kind are, those that leave the device."""
+        """Return the place of a kind's records that leave the device."""
         offload = self._offload
         return {OPTIMIZER: offload.optimizer, GRADIENTS: offload.gradients}.get(kind, offload.params)
 
     def _ring_records(self, kind: str) -> list[Record]:
-        """Return the records of a kind that pass through a ring, those of one place."""
+        """Return the records of a kind, in its place, that pass through a ring."""
         place = self._place(kind)
         updated = place in TIERS and kind == OPTIMIZER and self._executor == DEVICE
         return self._of(kind, place) if updated or is_buffered(place) else []

@@ -1,4 +1,4 @@
-"""When a pipeline rank knows that a gradient it sent has arrived, from what all ranks do in order. No torch.
+"""When a pipeline rank knows that a gradient it sent has arrived, from the order of all ranks' actions. No torch.
 
     sender     I of chunk p on k: sends its gradient ............... begins b, for which m has come: so the gradient has
     receiver   ........... I of chunk p - 1 on k: uses it ... sends m, the first message to the sender from there on
@@ -31,7 +31,7 @@ def work_of(action: Action) -> Work | None:
 
 
 def acknowledgements(order: Mapping[int, Sequence[Action]], rank: int, owners: Sequence[int]) -> dict[Work, Work]:
-    """Return, by backward of `rank` that sends a gradient, the work of `rank` at whose beginning it has arrived.
+    """Return, by backward of `rank` that sends a gradient, the work of `rank` known to begin after its arrival.
 
     order   actions of the ranks that it sends to, at least; of others nothing is known before the end of the step
     owners  the rank of every chunk

@@ -40,7 +40,7 @@ LOGIT_BYTES = 10  # per token and word: logits in bf16, their fp32 copy, its log
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of a block. active: those that one token meets, all if None."""
+    """Parameters of a block. active: parameters that one token meets, all if None."""
 
     parameters: int
     active: int | None = None
@@ -52,7 +52,7 @@ class Weights:
 
 
 class ChainCosts(NamedTuple):
-    """Comparable costs of what comes before the first block, of each block, and of what comes after the last."""
+    """Comparable costs of each block, of all modules before the first one, and of all after the last one."""
 
     before: int
     blocks: list[int]

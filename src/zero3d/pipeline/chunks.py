@@ -40,7 +40,7 @@ class Chunks:
         self.routes = bool(getattr(getattr(self._any, "config", None), "output_router_logits", False))
 
     def run(self, number: int, entering: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
-        """Return what a chunk makes of the tensors that enter it and of its micro-batch's `inputs`."""
+        """Return a chunk's output for the tensors that enter it and its micro-batch's `inputs`."""
         with self._failures.in_chunk(number):
             return self.modules[number](*entering, **inputs)
 

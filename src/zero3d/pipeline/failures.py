@@ -1,4 +1,4 @@
-"""What follows when a rank of a pipeline fails: all ranks raise the error of the chunk, and none goes on.
+"""Failure of a pipeline's rank: all ranks raise the error of the chunk, and none goes on.
 
     the chunk's rank  the error itself if raised on purpose, else "model chunk 1 of 2 ..., failed: ValueError: ..."
     its peers         lose it, or wait in vain: their error quotes the note that it left (distributed/axis.py)
@@ -39,7 +39,7 @@ class Failures:
 
     @contextmanager
     def in_chunk(self, chunk: int) -> Iterator[None]:
-        """Name this chunk in what fails inside; peers, which then lose this rank, quote the first failure."""
+        """Name this chunk in an error inside; peers lose this rank then, and quote the first failure."""
         try:
             yield
         except Exception as error:
@@ -52,9 +52,9 @@ class Failures:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Guard what the ranks do together inside: after a failure the pipeline is broken, and `check` raises.
+        """Guard the ranks' common work inside: after a failure the pipeline is broken, and `check` raises.
 
-        Raises what failed in a chunk instead of what torch makes of it.
+        Raises the error of a chunk itself instead of torch's error about it.
         """
         self.check()
         was_disabled = _LOG.disabled

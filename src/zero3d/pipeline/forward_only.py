@@ -76,7 +76,7 @@ class ForwardOnly:
         return logits
 
     def _pass_on(self, chunk: int, tensors: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
-        """Return what enters the next chunk, if that is on this rank; `tensors` left `chunk`, if that is."""
+        """Return the inputs of the next chunk, if it is on this rank; `tensors`: outputs of `chunk`, if it is here."""
         source, target, here = self._owners[chunk], self._owners[chunk + 1], self._axis.rank
         if here == source:
             routed = tensors[1] if len(tensors) > 1 else None

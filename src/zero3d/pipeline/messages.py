@@ -1,9 +1,9 @@
-"""What a pipeline rank sends and what it receives into, each for as long as it is needed.
+"""Sent messages and receive buffers of a pipeline rank, each kept for as long as it is needed.
 
-torch's schedules hold what they send to the end of a step: two hidden states for every micro-batch. Here a hidden
-state is let go when its gradient has come back, a gradient when something has come that its receiver sent after it
-had used it (pipeline/acknowledgements.py). Both have arrived by then, so that nobody waits. A message that torch sends
-together with a receive stays torch's: 1f1b's, but for those before its first backward.
+torch's schedules hold sent tensors to the end of a step: two hidden states for every micro-batch. Here a hidden
+state is let go when its gradient has come back, a gradient when a later message of its receiver acknowledges its use
+(pipeline/acknowledgements.py). Both have arrived by then, so that nobody waits. A message that torch sends together
+with a receive stays torch's: 1f1b's, but for those before its first backward.
 
 torch makes a buffer to receive into for every micro-batch of a step, too, and keeps them all. Here there is one from
 the moment something is received until that micro-batch's backward is over: as many as are in flight.
@@ -28,16 +28,16 @@ Table = dict[int, tuple[Any, ...]]  # torch's, by micro-batch
 
 
 class Message(NamedTuple):
-    """What was started together: handles to wait for, and the operations, whose tensors must live until then."""
+    """Operations started together, whose tensors must live until their end, and handles to wait for."""
 
     handles: list[dist.Work]
     operations: list[dist.P2POp]
 
 
 class Sends:
-    """Messages under way, by the work at whose beginning they are known to have arrived.
+    """Messages under way, by the work known to begin after their arrival.
 
-    acknowledgements   by backward that sends a gradient, the work at whose beginning that gradient has arrived
+    acknowledgements   by backward that sends a gradient, the work known to begin after the gradient's arrival
     """
 
     def __init__(self, acknowledgements: Mapping[Work, Work]) -> None:
@@ -52,7 +52,7 @@ class Sends:
             self._under_way.setdefault(until, []).append(Message(handles, operations))
 
     def begin(self, work: Work) -> None:
-        """Let go of what has arrived once this rank has what `work` needs."""
+        """Let go of messages that have arrived once this rank has the inputs of `work`."""
         self._wait(work)
 
     def finish(self) -> None:
@@ -82,7 +82,7 @@ class ReceiveBuffers:
         self._lent: dict[tuple[int, int, int], Tensor] = {}
 
     def empty(self, table: Table, micro_batches: int) -> None:
-        """Make entries for all micro-batches, like those of the first, whose buffers have no memory."""
+        """Make entries for all micro-batches, like the first one's, with buffers without memory."""
         first = table[0]
         for micro_batch in range(micro_batches):
             table[micro_batch] = tuple(map(copy.copy, first))

@@ -61,7 +61,7 @@ class StepShape(NamedTuple):
 
 
 class MadeSchedule(NamedTuple):
-    """One of torch's schedules: what it is made for, this rank's stages in it, what they sent and wait for."""
+    """One of torch's schedules: the shape of its step, this rank's stages in it, their sends and their waits."""
 
     shape: StepShape
     schedule: Any
@@ -236,5 +236,5 @@ class Pipeline:
 
 
 def _order(made: Any) -> dict[int, list[Action]]:
-    """Return what every rank does in a schedule that plans it; nothing of one of torch's simple ones."""
+    """Return every rank's actions in a planned schedule; empty for one of torch's simple ones."""
     return {rank: actions_of(row) for rank, row in getattr(made, "pipeline_order", {}).items()}

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining: which rank has which model chunks, and what fits them. No torch.
+"""The schedules of torch.distributed.pipelining: the model chunks of each rank, and valid batches. No torch.
 
 name         torch's                 chunks per rank  laid out   micro-batches M of P ranks
 -----------  ----------------------  ---------------  ---------  -----------------------------
@@ -46,7 +46,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def requested(cls, pp: int, name: str | None, blocks: str | None) -> Schedule:
-        """Return the schedule of an Engine. Raises ConfigError for what only a pipeline has where there is none."""
+        """Return the schedule of an Engine. Raises ConfigError for a pipeline's options without a pipeline."""
         options = {"schedule": name, "blocks": blocks}
         passed = [f"{key}={value!r}" for key, value in options.items() if value is not None]
         if pp == 1 and passed:

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what leaves each model chunk, which torch's schedules must know before the first step.
+"""Shapes and dtypes of each model chunk's outputs: torch's schedules must know them before the first step.
 
     hidden state     [batch, length, width]                       of every chunk but the last
     router logits    [layers so far, batch x length, experts]     behind it, for the loss of mixtures of experts
@@ -24,10 +24,10 @@ class RouterLogits(NamedTuple):
 
 
 class ChunkOutputs:
-    """What leaves each chunk of a pipeline. Width and dtype are those of `modules`, this rank's chunks.
+    """The outputs of each chunk of a pipeline. Width and dtype are those of `modules`, this rank's chunks.
 
-    own_shape       shape of token ids -> of those that this rank computes, a part where ranks share sequences out
-    router_logits   by number of a chunk, those that leave it, None where there are none yet
+    own_shape       shape of token ids -> shape of this rank's token ids, a part where ranks share sequences out
+    router_logits   by number of a chunk, its outgoing router logits; None where there are none yet
     """
 
     def __init__(self, modules: Iterable[Any], own_shape: Callable[[Sequence[int]], Sequence[int]] = tuple) -> None:

@@ -101,8 +101,8 @@ class ModelChunk(nn.Module):
         routed    router logits [layers so far, tokens, experts] that the chunk before returned, if any
         batch     what the model's forward takes beside token ids (position_ids, attention_mask, labels, ...):
                   the same for all chunks. There is never a cache.
-        Returns what the full model returns on the last chunk, before it the hidden state, or (hidden
-        state, router logits) where layers so far have routers and `output_router_logits` is on.
+        Returns the full model's output on the last chunk. Before it, returns the hidden state, or (hidden state, router
+        logits) if layers so far have routers and `output_router_logits` is on.
         """
         tensors = self._tensors
         self._model.training = self.training
@@ -195,7 +195,7 @@ def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | 
 
 
 def active_weights(block: nn.Module, config: Any) -> Weights:
-    """Return a block's parameters, and of them those that a token meets: `num_experts_per_tok` of fused experts."""
+    """Return numbers of a block's parameters: all, and the ones that a token meets (`num_experts_per_tok` experts)."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     met = getattr(config, "num_experts_per_tok", None)
     total = sum(p.numel() for p in block.parameters())
@@ -219,7 +219,7 @@ def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
 def _placeholders(
     model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, tensors: ChunkTensors
 ) -> dict[nn.Module | Tensor, object]:
-    """Return what stands in the chunk where modules of other chunks were, by the module."""
+    """Return the placeholders in this chunk for modules of other chunks, by the module."""
     first, stop, ends = sum(counts[:chunk]), sum(counts[: chunk + 1]), base_of(model) is None
     replaced: dict[nn.Module | Tensor, object] = {}
     for index, block in enumerate(model.get_submodule(chain.blocks).children()):

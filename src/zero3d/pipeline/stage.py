@@ -35,7 +35,7 @@ class ScheduledChunk(nn.Module):
 
 
 class Stage(PipelineStage):
-    """One of torch's stages that tells the step what it does, and keeps messages no longer than they are needed.
+    """One of torch's stages that reports its actions to the step, and keeps messages no longer than needed.
 
     warmup   in 1f1b, forwards before the first backward; all other messages torch sends together with a receive.
              None: torch sends every message by itself
@@ -107,7 +107,7 @@ class Stage(PipelineStage):
         return self._announced(Work(True, self.stage_index, bwd_chunk_id), super().get_bwd_recv_ops(bwd_chunk_id))
 
     def _announced(self, work: Work, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Return operations that receive what a work needs, of which the watchdog is told."""
+        """Tell the watchdog of the operations that receive a work's inputs, and return them."""
         if operations:
             self.waits.receiving(work)
         return operations
@@ -117,7 +117,7 @@ class Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def free(self) -> None:
-        """Give back the memory of what was received: graphs that wait for the garbage collector still hold it."""
+        """Give back the memory of received tensors: graphs that wait for the garbage collector still hold it."""
         self._buffers.free()
 
     # --- what is sent ---------------------------------------------------------------------------

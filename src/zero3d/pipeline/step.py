@@ -31,16 +31,16 @@ from zero3d.zero.step_parts import BACKWARD, FORWARD
 
 
 class Callbacks(NamedTuple):
-    """What a step calls of the engine around its forwards and backwards.
+    """Functions of the engine that a step calls around its forwards and backwards.
 
     accumulation  counts micro-batches
     sweep         hands on gradients that no hook saw
     begin         a forward comes next, of a micro-batch through a chunk, by their numbers
     done          all gradients of a chunk and a micro-batch are there
     gathered      a chunk's units, whole inside the block
-    arena         lends what is received into
+    arena         lends receive buffers
     clocks        tell what compute does from waits for other stages
-    own_shape     of token ids -> of those that this rank computes
+    own_shape     shape of token ids -> shape of this rank's token ids
     """
 
     accumulation: Accumulation
@@ -53,7 +53,7 @@ class Callbacks(NamedTuple):
     own_shape: Callable[[Sequence[int]], Sequence[int]] = tuple
 
     def apart(self) -> Callbacks:
-        """Return those of a micro-batch that belongs to no step: nothing of it is counted, drawn or summed."""
+        """Return the callbacks for a micro-batch that belongs to no step: nothing of it is counted, drawn or summed."""
         nothing = Accumulation(1, every_micro_batch=False, scales_loss=False)
         return self._replace(accumulation=nothing, sweep=lambda: None, begin=lambda *_: None, done=lambda _: None)
 

@@ -1,8 +1,8 @@
 """Parameters that two model chunks hold: a tied embedding and head, first and last in a pipeline.
 
-    ties_and_copies    of a model that is cut: which parameters are tied across chunks, and a chunk's copies of them
-    names_of_copies    of a rank's chunks: which names are copies, and of what
-    find_ties          of a rank's units: whose gradients are summed with those of which other pipeline stage
+    ties_and_copies    of a model to be cut: the parameters tied across chunks, and a chunk's copies of them
+    names_of_copies    of a rank's chunks: the names of copies, each with its owner's name
+    find_ties          of a rank's units: the tied ones, each with the stage to sum gradients with
 
 The first chunk that names a parameter owns it. Copies get the same gradients as their owner (zero/model_group.py
 sums them); the norm and checkpoints count the parameter once, by its owner's name.
@@ -32,7 +32,6 @@ class Tie(NamedTuple):
 
 
 def _chunk_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
-    """Return the chunk that holds the parameter of this name."""
     if name.startswith(chain.blocks + "."):
         index = int(name[len(chain.blocks) + 1 :].partition(".")[0])
         return next(chunk for chunk in range(len(counts)) if index < sum(counts[: chunk + 1]))

@@ -75,8 +75,8 @@ def pipeline_traffic(
     """Return the hidden states and gradients that a rank sends in one step, by (operation, "part NUMBER").
 
     chunks  this rank's; between neighbours on one rank nothing is sent
-    cuts    what of one micro-batch passes from chunk i to chunk i+1: (elements, bytes of each) of every tensor,
-            the hidden state and, behind layers whose router logits the loss needs, those
+    cuts    tensors of one micro-batch from chunk i to chunk i+1, each as (elements, bytes of each): the hidden state,
+            and router logits behind layers with routers if the loss needs them
     """
     traffic: dict[tuple[str, str], Moved] = {}
     for chunk in chunks:

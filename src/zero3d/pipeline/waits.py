@@ -1,4 +1,4 @@
-"""Which message of which peer a pipeline rank waits for next, said to its watchdog before torch's schedule waits.
+"""Tells the watchdog the next message, and its peer, for which a pipeline rank waits, before torch's schedule waits.
 
     gpipe, 1f1b    torch asks for the operations of a message, and waits: said when it asks
     the others     torch receives ahead and waits before an action that needs it: said when the action before has ended
@@ -39,7 +39,7 @@ class Waits:
         self._sending = work
 
     def receiving(self, work: Work) -> None:
-        """Say that torch waits for what `work` needs, where it asks for no message ahead."""
+        """Say that torch waits for the inputs of `work`, where it asks for no message ahead."""
         if self._following:
             return
         peer, needed, sent = self._peer(work, -1), _message(work, "for"), self._sending
@@ -50,7 +50,7 @@ class Waits:
             self._say("receive", needed, peer)
 
     def over(self, action: Action | None) -> None:
-        """Say what comes after this action: what the next one needs, or what torch has still to send."""
+        """Tell the wait after this action: for the inputs of the next one, or for a message still to be sent."""
         following, sent = self._following.get(action), self._sending
         work = None if following is None else work_of(following)
         if work is not None and self._peer(work, -1) != self._axis.rank:

@@ -1,21 +1,21 @@
-"""Runs: training on top of the engine, what is written about it, and what it measured against the formulas.
+"""Runs: training on top of the engine, its records and reports, and its measurements beside the formulas.
 
 run                a run from start to end, and its result
 setup              a configuration becomes an engine and data
-start              how a run begins, and what is refused before it does
+start              the options of a run's start, and refusals before it
 folder             the output folder: what lies where, claimed once, pruned
 lock               one run per output folder
 resume             the checkpoint that a run goes on from, loaded into engine and data
-resume_settings    what differs between a run and the one that it goes on from, and whose values count
+resume_settings    settings of a resumed run: compared with the earlier ones, and chosen
 loop               steps, evaluations, checkpoints, stops
 loop_state         how far a run is, as a checkpoint keeps it
 criterion          which evaluation is the best one, and when a run ends early
-evaluations        what an evaluation gives: the held-out loss, of each source of a mixture too
+evaluations        results of an evaluation: the held-out loss, of each source of a mixture too
 own_values         values of a user's own function at each evaluation
 callbacks          a user's own classes, told what happens
 own_calls          calls of a user's own code
-resume_hints       why a run cannot go on as it is, and what to type
-offload            what leaves the device: what auto becomes, what a resume keeps, what lies on a disk
+resume_hints       why a run cannot go on as it is, and the command to type
+offload            states off the device: the choice for auto, its part in a resumed run, files on a disk
 stop               a signal becomes a request to stop
 metrics            records of steps to metrics.jsonl and to trackers
 trackers           TensorBoard, Weights & Biases, SwanLab, MLflow, Trackio, which a run goes on without
@@ -23,9 +23,9 @@ progress           a live bar, or lines; how long the rest takes
 profiler           a profiler's trace of a few steps
 flops              operations of a step, and how many a device could do
 measure            memory measured beside the formulas
-device_memory      what a device holds and its allocator has reserved
+device_memory      memory of a device, allocated and reserved
 traffic            bytes sent beside the formulas
-planner            what a run asks of a planner, and what it hears without one
+planner            the interface of a planner, and a planner that plans nothing
 weights            weights kept or cast in gathers, as its plan says
 exported_folder    the exported folder: written, put in place, loaded again
 sample             a text that the trained model goes on with

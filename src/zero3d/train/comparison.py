@@ -69,7 +69,7 @@ class Row:
     """Holds the figures of one run. Differences are to the first run; None where a loss is missing or not finite.
 
     moment  when gradients are reduced: every_step or every_micro_batch; "" in exact mode, where it changes no bit
-    apart   the losses are not the first run's, whose moment is another and whose other axes are the same
+    apart   the losses differ from the first run's, which has the other moment and the same other axes
     """
 
     label: str

@@ -15,7 +15,7 @@ LINES = ("#1f4e8c", "#c4512d", "#3a8a5c", "#e8b04a", "#7a5aa6", "#4f86c6", "#8c6
 STYLES = ("-", "--", "-.", ":")
 CROWDED = 6  # runs from which on labels stand on end
 NAMED = 12  # runs that a legend can name
-WIDEST, THINNEST = 6.0, 1.2  # lines of the loss, so that those below the last one stay visible
+WIDEST, THINNEST = 6.0, 1.2  # lines of the loss, so that lines below the last one stay visible
 
 
 def draw(rows: Sequence[Row], results: Sequence[Result], title: str, path: Path) -> None:

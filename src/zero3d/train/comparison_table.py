@@ -85,7 +85,7 @@ def place_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 
 def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Return bytes that rank 0 sends per step, and their sum in those of the first run."""
+    """Return the bytes that rank 0 sends per step, and their sum relative to the first run's."""
     operations = tuple(dict.fromkeys(name for row in rows for name in row.traffic))
     unit, scale = unit_of(row.sent for row in rows)
     columns = [NAMES.get(name, name) for name in operations]
@@ -137,7 +137,7 @@ def loss_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 
 def expert_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Return the tokens of the busiest expert beside those of the mean, in the layer where they are the least even."""
+    """Return the tokens of the busiest expert beside the mean, in the layer where they are the least even."""
     table = _table(axes, "expert load", ["layer", "tokens mean", "tokens largest", "over mean"])
     for row in rows:
         cells = (

@@ -1,7 +1,7 @@
-"""What this rank's device holds, and what its allocator has reserved for that; on the CPU what the process holds.
+"""Memory of this rank's device, allocated and reserved by its allocator; on the CPU the memory of the process.
 
 allocated   bytes of tensors
-reserved    what the allocator has taken from the device: allocated, and what is cached or lost between blocks
+reserved    bytes that the allocator has taken from the device: allocated, cached, or lost between blocks
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero3d.engine.engine import Engine
 
 
 def memory_bytes(engine: Engine) -> int:
-    """Return the most that was allocated on this rank's device; on the CPU what the process holds now."""
+    """Return the peak of allocated bytes on this rank's device; on the CPU the process' memory now."""
     device = engine.mesh.device
     if device.type == "cpu":
         return int(psutil.Process().memory_info().rss)

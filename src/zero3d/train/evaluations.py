@@ -2,7 +2,7 @@
 
 validation_loss          mean over all held-out targets, whatever the weights in training
 perplexity               its exponential
-validation_loss/NAME     mean over those of one source of a mixture
+validation_loss/NAME     mean over the held-out targets of one source of a mixture
 ema_validation_loss      of averaged weights, where train.ema keeps some
 NAME                     of evaluate.function (own_values.py)
 """

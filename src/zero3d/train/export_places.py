@@ -65,7 +65,7 @@ class ExportPlace:
 
 
 def export_places(root: Path, export: bool | str, adapted: bool, based: bool = True) -> Sequence[ExportPlace]:
-    """Return what a run exports, and where to.
+    """Return the exports of a run, each with its destination.
 
     export   as `checkpoint.export` has it
     adapted  whether the model has adapters

@@ -116,7 +116,7 @@ def load_export(place: ExportPlace, base: Path | None, dtype: torch.dtype, part:
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
-    """Return a base model with what `folder` has: PEFT's adapter, and what was trained that PEFT has no place for."""
+    """Return a base model with `folder`'s contents: PEFT's adapter, and trained weights without a place in PEFT."""
     from peft import PeftModel
     from safetensors.torch import load_file
 

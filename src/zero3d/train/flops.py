@@ -1,8 +1,8 @@
 """Floating-point operations of a training step, and how many of them a device could do (MFU).
 
-Source: Chowdhery et al., "PaLM" (2022), appendix B: 6 Psi + 12 L H S per token for forward and
-backward, where Psi leaves out input embeddings and the experts that a token does not meet, L layers, H
-hidden size, S sequence length. Recomputation does not count: it is no useful work.
+Source: Chowdhery et al., "PaLM" (2022), appendix B: 6 Psi + 12 L H S per token for forward and backward: L layers, H
+hidden size, S sequence length. Psi leaves out input embeddings, and the experts that a token does not meet.
+Recomputation does not count: it is no useful work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def flops_per_token(model: nn.Module, length: int) -> float:
 
 
 def _met(p: nn.Parameter, experts: int, chosen: int) -> float:
-    """Return elements of a parameter that one token meets: of stacked experts [experts, ., .], those chosen for it."""
+    """Return the elements of a parameter that one token meets; of stacked experts [experts, ., .] the chosen ones."""
     stacked = p.dim() == 3 and experts > 0 and p.shape[0] == experts
     return p.numel() * min(chosen / experts, 1.0) if stacked and chosen else p.numel()
 

@@ -1,14 +1,14 @@
-"""Memory of the host, watched while a run goes on: the kernel kills without a word, this says what was held.
+"""Memory of the host, watched while a run goes on: the kernel kills without a word, this reports the memory's use.
 
     left     the least of   machine   MemAvailable + SwapFree of /proc/meminfo (page cache counts as free)
                             cgroups   limit - what it holds without page cache, + the swap that it may still use
     reserve  the larger of 1 % of the limit and 256 MB, but at most 5 % of it
-    alarm    left < reserve, and at the speed of the last looks it is gone within `HORIZON` seconds, and the process
-             that the kernel would take is this rank or a child of it (/proc/PID/oom_score)
+    alarm    left < reserve, and at the speed of the last looks nothing is left within `HORIZON` seconds, and the kernel
+             would kill this rank or a child of it (/proc/PID/oom_score)
 
-So a machine full of page cache, one that swaps and one that is full and stays so raise no alarm; nor does a rank where
-the kernel would take another process. A run that grows into the reserve at its peak, and would have shrunk again in
-time, is ended: it ran within 1 % of its death.
+So there is no alarm on a machine full of page cache, on one that swaps, and on one that is full and stays so; nor on a
+rank if the kernel would kill another process. A run that grows into the reserve at its peak, and would have shrunk
+again in time, is ended: it ran within 1 % of its death.
 
 A look takes some 0.03 ms, and 0.07 for each cgroup that has a limit when the watch begins. It is taken every half
 second, and more often the nearer the reserve is, as `FILLING` fills it. Linux alone:
@@ -41,7 +41,7 @@ PATIENCE = 1.0  # seconds till the next look where the kernel would take another
 
 
 class Room(NamedTuple):
-    """Bytes left before the kernel kills, the limit, and whose that is. group: None for the machine."""
+    """Bytes left before the kernel kills, the limit, and the limit's source. group: None for the machine."""
 
     left: int
     limit: int
@@ -67,7 +67,7 @@ def limited(root: Path = ROOT) -> list[Cgroup]:
 
 
 def room(groups: Sequence[Cgroup], root: Path = ROOT) -> Room | None:
-    """Return what is left of the memory that this process may use; None where the system does not say."""
+    """Return the memory left for this process; None where the system does not say."""
     return min(_rooms(groups, root), default=None)
 
 
@@ -164,7 +164,7 @@ def is_own(pid: int | None) -> bool:
 
 
 def rank_processes() -> list[RankProcess]:
-    """Return the ranks of this host: those whose launcher is this one's, too."""
+    """Return the ranks of this host that have the same launcher as this one."""
     ranks = []
     parent = psutil.Process().parent()
     for process in [] if parent is None else parent.children():

@@ -1,4 +1,4 @@
-"""Tensors that are alive when memory has run out: the largest, with the names by which somebody knows them.
+"""The largest tensors alive when memory has run out, with the names under which they are known.
 
     whose                       name
     --------------------------  ------------------------------------------------------
@@ -6,8 +6,8 @@
     a variable of a call        VARIABLE in FUNCTION (FILE:LINE), of the callstack of the error
     nobody that is known        unnamed
 
-Only Python's own list of objects is read: nothing is allocated on the device, and what autograd has saved, which
-may run again to be read, is left alone.
+Only Python's own list of objects is read: nothing is allocated on the device. Tensors saved by autograd are left alone,
+since reading one may run code again.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Loop:
     # --- one step -----------------------------------------------------------------------------------
 
     def step(self, request: StopRequest) -> Record:
-        """Train on the next batch; return what this rank saw of it: of the device nothing but what the step reads."""
+        """Train on the next batch; return this rank's record of it. The device is read by the step alone."""
         begun, self.engine.mesh.heartbeat.step = time.monotonic(), self.state.step + 1
         with self.engine.clocks.of(DATA):
             batches = [self.on_device(batch) for batch in next(self.stream)]
@@ -209,7 +209,7 @@ class Loop:
     def _share(self, request: StopRequest, tokens: int) -> Tensor:
         """Return of every rank the signal that asks it to stop or 0, its tokens, if its save is over; on the device.
 
-        Where a record is to say what parts of steps take, then the least, mean and largest of these over ranks.
+        If a record shall report the times of a step's parts, also the least, mean and largest of these over ranks.
         """
         local = [float(request.signal or 0), float(tokens), float(self.engine.save_is_over)]
         if self._tells_times:
@@ -222,7 +222,7 @@ class Loop:
 
     @property
     def _tells_times(self) -> bool:
-        """Whether the step under way says what parts of those before it have taken."""
+        """Whether the step under way reports the times of parts of the steps before it."""
         step, every = self.state.step + 1, self.config.log.every or max(1, self._last_step // LINES)
         return step == self._last_step or _due(step, every)
 
@@ -275,9 +275,9 @@ class Loop:
             self._give_up(none_applied(self._overflows, len(self.history), step, self.engine.loss_scale))
 
     def _give_up(self, why: str) -> None:
-        """Raise NonFiniteError on all ranks, which says where to go on from; what is saved stays as it is.
+        """Raise NonFiniteError on all ranks, with the checkpoint to go on from; saved checkpoints stay as they are.
 
-        What there is of a run that has saved nothing is saved: skipped steps have changed nothing.
+        A run without any checkpoint saves its present state: skipped steps have changed nothing.
         """
         try:
             self._finish_save(ends=True)
@@ -293,7 +293,7 @@ class Loop:
         self.engine.health.fail(why, remedy)
 
     def _check_weights(self) -> None:
-        """Raise NonFiniteError where the weights are spoiled: they are not saved, and what is saved stays."""
+        """Raise NonFiniteError where the weights are spoiled: they are not saved, and saved checkpoints stay."""
         engine = self.engine
         remedy = self._remedy("They are not saved")
         check_weights(engine.units, engine.world, NonFiniteError, remedy)
@@ -308,9 +308,9 @@ class Loop:
         return f"{nothing}. {change}, then {ANEW}."
 
     def _add_totals(self, record: Record) -> int:
-        """Add what all ranks know together; return the signal that asks them to stop, or 0."""
+        """Add all ranks' totals to a record; return the signal that asks them to stop, or 0."""
         mesh, signals = self.engine.mesh, self._of_ranks[0::SHARED]
-        # The ranks of a model-parallel group see the same tokens, and so do those that share sequences.
+        # The ranks of a model-parallel group see the same tokens, and so do ranks that share sequences.
         tokens = int(sum(self._of_ranks[1::SHARED])) // (mesh.pp * mesh.tp * mesh.sp)
         self.state = replace(
             self.state,
@@ -378,7 +378,7 @@ class Loop:
         return self.engine.steps == self.saving.steps and self.engine.health.in_a_row > 0
 
     def _kept(self, step: int) -> str:
-        """Return what there is when a run is asked to stop."""
+        """Return a phrase about the saved state of a run that is asked to stop."""
         if not self.stuck:
             return f"step {step} of {self._last_step} is saved in {self.checkpoint}"
         kept = f"what was before is in {shown(self.checkpoint)}" if self.saving.has_any else "nothing is saved"
@@ -399,7 +399,7 @@ class Loop:
         self.after_save()
 
     def _finish_save(self, ends: bool = False) -> None:
-        """Take note of what came of a save behind training, for which this waits. Raises CheckpointError."""
+        """Wait for a save behind training, and note its outcome. Raises CheckpointError."""
         with self.traffic.excluded():
             self.saving.finish(ends)
         self.state = replace(self.state, best=self.saving.best)

@@ -25,9 +25,9 @@ class LoopState:
     step  batches so far; skipped of them changed nothing, the last `in_a_row` because they were not finite
     tokens  all ranks together
     best  [applied steps, value] of the checkpoint with the best evaluation
-    chosen_by  what the best is: "lowest validation_loss"
+    chosen_by  the criterion of the best: "lowest validation_loss"
     waiting  how long a better evaluation has been waited for; None before the first one
-    offload  what `auto` has become (offload.py), or None
+    offload  the choice made for `auto` (offload.py), or None
     settings, batches  keys and sizes that the bits of the run depend on (resume_settings.py)
     """
 
@@ -105,7 +105,7 @@ def check_waiting(waiting: Field) -> None:
 
 
 def check_choice(choice: Field) -> None:
-    """Refuse what no run would have kept as what `auto` has become. Raises CheckpointError."""
+    """Refuse a saved choice for `auto` that no run would have made. Raises CheckpointError."""
     for name, field in choice.items():
         if name == "fraction":
             if not 0 < field.number() <= 1:

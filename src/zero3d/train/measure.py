@@ -1,4 +1,4 @@
-"""What a run measured beside what the formulas say: numbers only, `report.py` prints them.
+"""A run's measurements beside the formulas: numbers only, `report.py` prints them.
 
 consumer           measured                               formula
 -----------------  -------------------------------------  -------------------------------------

@@ -1,4 +1,4 @@
-"""A post-mortem of memory: what was held when it ran out and what to change, as data, as text and as JSON.
+"""A post-mortem of memory: its use when it ran out and settings to change, as data, as text and as JSON.
 
     rank 1 of 4 (host box) ran out of memory: cuda:0, NVIDIA H100, 84.9 GB
     step 3, backward of model.layers.11.mlp (modeling_llama.py:180): asked for 1.5 GB where 0.9 GB were free; ...
@@ -53,13 +53,13 @@ class RankProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Shortage:
-    """What was short: of a device, or of a host.
+    """The memory that ran out, of a device or of a host.
 
-    where        the device and its name, or who limits the host's memory
+    where        the device and its name, or the source of the host's limit
     limit, free  bytes, None where nobody knows
-    asked        bytes of the allocation that failed; None where none has, yet
+    asked        bytes of the failed allocation; None if none has failed yet
     missing      bytes that were short, or should be free
-    falling      bytes per second by which what is left shrinks
+    falling      bytes per second by which the free memory shrinks
     allocated, reserved   by the device's allocator
     """
 
@@ -75,12 +75,12 @@ class Shortage:
 
 
 class Remedy(NamedTuple):
-    """Settings to change, and what that does.
+    """Settings to change, and the effects of the change.
 
     settings  as a command line takes them: activations=full
     saved     bytes
-    slower    part of the step's time that it takes longer, below 0 where it is faster
-    enough    it saves what is missing
+    slower    relative change of the step's time, below 0 if it becomes faster
+    enough    the saved bytes are at least the missing ones
     """
 
     settings: tuple[str, ...]

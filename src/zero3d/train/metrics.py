@@ -23,7 +23,7 @@ class Sink(Protocol):
     """Takes one record per step."""
 
     def write(self, record: Record) -> None:
-        """Take a record, which has plain numbers; what is not finite is null."""
+        """Take a record of plain numbers; a number that is not finite is null."""
 
     def close(self) -> None:
         """Finish: there are no more records."""
@@ -77,7 +77,7 @@ class Metrics:
     ) -> None:
         """Close all sinks. Raises CheckpointError when the disk does not take the last of it.
 
-        What ends a run is what is told: a sink that fails behind it, as on the same full disk, says nothing more.
+        The error that ends a run is the one reported: a sink that fails after it, as on the same full disk, is silent.
         """
         failing = told(self._folder, f"after step {self._last}") if error is None else suppress(Exception)
         with failing, ExitStack() as stack:
@@ -95,7 +95,7 @@ class Metrics:
 
 @contextmanager
 def told(folder: Folder, when: str) -> Iterator[None]:
-    """Say of an error of the disk what could not be written, and what to do. Raises CheckpointError."""
+    """Report an error of the disk: the folder that cannot be written, and the remedy. Raises CheckpointError."""
     try:
         yield
     except OSError as error:

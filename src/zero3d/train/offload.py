@@ -1,10 +1,11 @@
-"""What leaves the device in a run: what `auto` becomes before the engine is built, and what a resume keeps of it.
+"""States off the device in a run: the choice for `auto` before the engine is built, and its part in a resumed run.
 
     a checkpoint says what its run had chosen      the same again, unless the file names another
     rank 0 has a plan                              by its bytes, activations included
     neither                                        by the engine's own rule (engine/auto_offload.py)
 
-Who updates states on the host of an accelerator, the engine measures; what it chose is in the plan from then on.
+For states on the host of an accelerator the engine chooses the executor by measurement; the plan has its choice from
+then on.
 
 Whatever is chosen is kept in every checkpoint: a run that goes on has its states where they were, and updates them by
 the same kernels.
@@ -99,7 +100,7 @@ def _by_plan(config: Config, mesh: Mesh, comm: Comm, plan: Planned | str | None)
 
 
 def as_measured(config: Config, engine: Engine) -> Config:
-    """Return the configuration with the executor that an engine has chosen by what it measured."""
+    """Return the configuration with the executor that an engine has chosen by its measurements."""
     section, device = config.offload, engine.mesh.device.type
     if section.executor != AUTO or section.optimizer == "none" or device == "cpu":
         return config
@@ -110,7 +111,7 @@ def as_measured(config: Config, engine: Engine) -> Config:
 
 
 def choice_of(config: Config, engine: Engine) -> dict[str, Any] | None:
-    """Return what auto has become in an engine, as a checkpoint keeps it; None where nothing was open."""
+    """Return an engine's choice for `auto`, as a checkpoint keeps it; None where nothing was open."""
     if not is_open(config):
         return None
     section, chosen = config.offload, engine.offload
@@ -124,7 +125,7 @@ def _of_rank_0(comm: Comm, choice: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def saved_choice(checkpoint: Path) -> Mapping[str, Any]:
-    """Return what a checkpoint has kept; nothing where it cannot be read: loading it says why."""
+    """Return the choice kept in a checkpoint; empty if it cannot be read: loading it reports the reason."""
     try:
         loop = open_manifest(checkpoint).value("loop")
         fields = Field(str(checkpoint), "loop", loop)
@@ -141,7 +142,7 @@ def saved_choice(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def described(engine: Engine) -> str | None:
-    """Say in a line what is off this rank's device, where, and who updates it; None where nothing is."""
+    """Return a line about this rank's states off the device, with place and executor; None where there are none."""
     offload = engine.offload
     share = f" ({offload.fraction:g} of them)" if offload.fraction < 1 else ""
     kind = ", moments in bf16," if offload.moments == "bf16" else ""

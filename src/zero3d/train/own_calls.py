@@ -1,7 +1,7 @@
-"""Calls of a user's own code during a run: what it raises is named, and what it draws at random changes no training.
+"""Calls of a user's own code during a run: its errors are named, and its random draws change no training.
 
 An error ends the run at once on the rank where it is raised, in one line; the other ranks may be in a collective of
-that code and lose their peer. Errors of zero3d's own and memory that has run out stay what they are.
+that code and lose their peer. Errors of zero3d's own, and of memory that has run out, stay as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero3d.rng import rng_state, set_rng_state
 
 @contextmanager
 def own_call(name: str, engine: Engine, phase: str) -> Iterator[None]:
-    """Call, inside, what the configuration names as `name`; random states are afterwards what they were.
+    """Call, inside, the function that the configuration names as `name`; random states are restored afterwards.
 
     phase  announced to the watchdog
 

@@ -1,4 +1,4 @@
-"""What a run asks of a planner, which it is given as `Start.planner`. No torch.
+"""The interface of a planner, which a run is given as `Start.planner`. No torch.
 
     before anything is read        Planner.refuse     a cluster file that cannot be
     before parameters are cut      Planner.plan       rank 0: the run as it is planned, or why it cannot be
@@ -57,7 +57,7 @@ class Check(Protocol):
 
 
 class Planner:
-    """Answers what a run asks as one who knows nothing."""
+    """Answers a run's questions without any plan."""
 
     def refuse(self, config: Config) -> None:
         """Refuse what cannot be planned with, before anything is read. Raises ConfigError."""

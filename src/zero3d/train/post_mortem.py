@@ -1,12 +1,12 @@
-"""What is said when a run is out of memory, in place of a callstack alone.
+"""The report of a run that is out of memory, in place of a callstack alone.
 
-    device   torch's OutOfMemoryError anywhere in a run, and what else says that an allocation failed
-    host     the kernel is about to kill a process (host_memory.py): the one that it would take says why, and ends
+    device   torch's OutOfMemoryError anywhere in a run, and other errors of a failed allocation
+    host     the kernel is about to kill a process (host_memory.py): that process reports why, and ends
 
 The text is the error's message, which launchers print once; once the run has its folder, which it locks after model and
 states are made, OUTPUT/out-of-memory.txt has it with the callstack;
-out-of-memory.json is the same as data. What must not fail on the way to the message, the parts of a report, may each be
-missing: an exception there never hides the one that is reported.
+out-of-memory.json is the same as data. The parts of a report must not fail on the way to the message, so each may be
+missing: an exception there never hides the reported one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SLACK = 0.05  # part of a limit that a run should leave free
 
 
 class _Interruption(BaseException):
-    """Stops a run whose process is about to end; what it holds stays alive in the callstack."""
+    """Stops a run whose process is about to end; its tensors stay alive in the callstack."""
 
 
 class PostMortem:
@@ -109,7 +109,7 @@ class PostMortem:
     # --- what there is to say -----------------------------------------------------------------------
 
     def _report(self, shortage: Shortage, frames: Sequence[FrameType], short: bool = False) -> MemoryReport:
-        """Put together what can be known. short: what takes no time."""
+        """Put together a report. short: without the parts that take time."""
         engine, mesh = self.engine, self.mesh
         device = torch.device("cpu") if mesh is None or shortage.place == HOST else mesh.device
         return MemoryReport(
@@ -172,7 +172,7 @@ class PostMortem:
 
 
 def find_exhaustion(error: BaseException) -> BaseException | None:
-    """Return what says that memory is exhausted, of an error and its causes; None of what another rank tells."""
+    """Return the error of exhausted memory among an error and its causes; None for an error told by another rank."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, Zero3dError) and (seen.from_rank is not None or isinstance(seen, MemoryExhaustedError)):

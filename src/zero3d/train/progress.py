@@ -77,7 +77,7 @@ class Progress:
 
 
 def in_words(left: float | None) -> str:
-    """Return what a line says of the time that is left."""
+    """Return the words of a line about the time that is left."""
     return "" if left is None else f"  {duration(left)} left"
 
 
@@ -99,7 +99,7 @@ def amounts(record: Mapping[str, Any]) -> str:
 
 
 def held(memory: int, reserved: int | None) -> str:
-    """Return what a rank holds: of an accelerator what tensors take, and its allocator; on the CPU all of its process.
+    """Return a rank's memory in words: of an accelerator by tensors and by its allocator; on the CPU by its process.
 
     reserved  None on the CPU
     """

@@ -109,14 +109,14 @@ def steps_of(result: Result) -> str:
 
 
 def _difference(config: Config) -> str:
-    """Return what an export's loss is of, where it is another than the run's."""
+    """Return the explanation of an export's loss that differs from the run's."""
     if config.model.quantize is not None:
         return OF_BASE
     return OF_WEIGHTS if config.zero.gather_wire != "same" else "NOT the same"
 
 
 def write_png(result: Result) -> str:
-    """Draw loss.png; return the line that says so, or what to install."""
+    """Draw loss.png; return the line that says so, or names the package to install."""
     config = result.config
     held_out = [(r["step"], r["validation_loss"]) for r in result.history if r.get("validation_loss") is not None]
     title = f"{config.model.path}: stage {config.zero.stage}, {config.precision}, {result.ranks} ranks"

@@ -1,4 +1,4 @@
-"""Why a run cannot go on as it is, and what to type: from which checkpoint, on how many ranks."""
+"""Why a run cannot go on as it is, and the command to type: its checkpoint and its number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD = "had gradients that are NaN or infinite"
 
 
 def older_hint(checkpoint: Path) -> str:
-    """Say what to do about a checkpoint that is whole and of no use: take the one before it, or start anew."""
+    """Return the advice for a whole checkpoint of no use: take the one before it, or start anew."""
     siblings = list(checkpoints(checkpoint.parent).values())
     older = siblings[: siblings.index(checkpoint)] if checkpoint in siblings else []
     return f"Take an older one, --resume {older[-1]}, or {ANEW}." if older else f"None there is older: {ANEW}."
@@ -95,8 +95,8 @@ def after_corruption(saved: Mapping[int, Path], clean: int | None, began: int, h
     """Say where to go on from.
 
     saved  checkpoints by their applied steps
-    clean  applied steps before the last replay in which nothing differed, in this session; None without one
-    began  applied steps when this session began: what came before it is not doubted
+    clean  applied steps before this session's last replay without a difference; None without one
+    began  applied steps when this session began: earlier steps are not doubted
     """
     sure = began if clean is None else clean
     good = [step for step in saved if step <= sure]

@@ -1,10 +1,10 @@
-"""Settings of a run that goes on: what a checkpoint notes of them, what differs, whose values count, what to type.
+"""Settings of a resumed run: noted in a checkpoint, compared with the new ones, chosen, and put in words to type.
 
     --resume-settings given   the file's, as for everything else: a learning rate that it changes counts from here on
     --resume-settings saved   sections `optimizer` and `schedule` are the checkpoint's, whatever the file says
 
-An engine notes by itself what it knows (`engine/state.py`). A run adds what its engine does not see: the size of
-batches, values of other keys that change bits, and every such key as its file had it, for what to type.
+An engine notes its own settings (`engine/state.py`). A run adds the settings that its engine does not see: the size of
+batches, values of other keys that change bits, and every such key as its file had it, to be typed again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_DECAY = "optimizer.no_decay"
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the keys that bits depend on, as a checkpoint keeps them; not those whose change it refuses."""
+    """Return the keys that bits depend on, as a checkpoint keeps them, without keys whose change it refuses."""
     return {name: plain(value_of(config, name)) for name in _kept()}
 
 
@@ -82,7 +82,7 @@ def _read(name: str, field: Field) -> Any:
 
 
 def with_saved(config: Config, choice: str, checkpoint: Path | None) -> Config:
-    """Return a configuration whose update is the checkpoint's, where that is asked for. Raises CheckpointError."""
+    """Return a configuration with the checkpoint's update, if `choice` asks for it. Raises CheckpointError."""
     if choice != SAVED or checkpoint is None:
         return config
     manifest = open_manifest(checkpoint)
@@ -102,7 +102,7 @@ def with_saved(config: Config, choice: str, checkpoint: Path | None) -> Config:
 
 
 def with_groups(config: Config, model: nn.Module, checkpoint: Path | None) -> tuple[Config, str | None]:
-    """Return a configuration whose parameters have weight decay as in the run that goes on, and a line that says so.
+    """Return a configuration with weight decay on the same parameters as in the resumed run, and a line about it.
 
     A run that an older version began notes null for optimizer.no_decay, its default, under which norms and biases of
     two dimensions had weight decay. A manifest that cannot be read is refused when it is loaded.
@@ -125,10 +125,10 @@ def with_groups(config: Config, model: nn.Module, checkpoint: Path | None) -> tu
 
 
 def describe(config: Config, offers: bool, engine: Engine, saved: Mapping[str, Any], batches: Mapping[str, int]) -> str:
-    """Return the line that says whether a run goes on bitwise, and if not, why and what to type; all ranks call it.
+    """Return a line: whether a run goes on bitwise, and if not, why, and the settings to type. All ranks call it.
 
     offers   whether `--resume-settings saved` can be typed, and was not
-    saved    what the loop had saved
+    saved    the state that the loop had saved
     batches  `batches_of` the run that goes on
     """
     then, was = saved.get("settings") or {}, saved.get("batches") or {}
@@ -147,7 +147,7 @@ def describe(config: Config, offers: bool, engine: Engine, saved: Mapping[str, A
 
 
 def _ranks_before(engine: Engine) -> int | None:
-    """Return on how many ranks the run was that is gone on from, where that is another number."""
+    """Return the number of ranks of the resumed run before, if it was another."""
     noted = engine.checkpoints.loaded or {}
     degrees = [noted.get(axis) for axis in AXES]
     world = math.prod(degree for degree in degrees if isinstance(degree, int))

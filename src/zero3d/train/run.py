@@ -69,8 +69,8 @@ class Result:
     peak_held      by the engine's states and buffers on the device together, at the instant at which these are most
     peak_reserved  by the allocator of the fullest accelerator; None on the CPU
     peak_host      by the ranks of the fullest host, each at its own peak
-    averaged_loss  held-out, of averages of the weights, which are what is exported; NaN without train.ema
-    exports        folders that were written; reloaded_by: what has loaded the first of them
+    averaged_loss  held-out loss of averages of the weights; the averages are exported. NaN without train.ema
+    exports        folders that were written; reloaded_by: the class that has loaded the first of them
     values         of evaluate.function, at the last evaluation
     ended_early    why the run ended before its last step, or None
     """
@@ -134,7 +134,6 @@ def run(config: Config, start: Start, progress: Progress, lock: FolderLock | Non
 
 
 def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, post_mortem: PostMortem) -> Result:
-    """Open everything, train, and finish."""
     inputs = open_inputs(config, lambda mesh: begin(config, start, lock, mesh.rank), progress.say)
     post_mortem.mesh = inputs.mesh
     module = inputs.opened.module

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: the newest that is committed, the one behind training, which stay, what a failure means.
+"""The checkpoints of a run: the newest one, the one being saved behind training, the ones to keep, and failures.
 
 save    -> engine.save, while the loop waits or behind training
-finish  <- what came of the one behind training: it is the newest, older ones go; or it never was
+finish  <- the outcome of the save behind training: it is the newest, older ones go; or it never was
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Best = tuple[int, float] | None  # applied steps and evaluation of the best chec
 
 
 class _Begun(NamedTuple):
-    """A save: of which step, the best with it, and what was so before."""
+    """A save: its step, the best checkpoint with it, and both before it."""
 
     steps: int
     best: Best
@@ -30,11 +30,11 @@ class _Begun(NamedTuple):
 
 
 class Saving:
-    """Owns what a run has saved. Every method is called by all ranks together.
+    """Owns a run's checkpoints. Every method is called by all ranks together.
 
     newest  the newest checkpoint that is committed; the folder of all of them where the run has none
     steps   applied steps of the one that was begun last, committed or not
-    best    of those that are committed, and of the one under way
+    best    the best of the committed ones and the one under way
     tell    is given the folder of every checkpoint that is committed
     """
 
@@ -47,7 +47,7 @@ class Saving:
         self._tell = tell
         self.newest, self.steps = folder.checkpoints, engine.steps
         self.best: Best = None
-        self._first = engine.steps  # those of a course that was left go once this one has come further
+        self._first = engine.steps  # checkpoints of an abandoned course go once this one has come further
         self._under_way: _Begun | None = None
         self._told = True
         self._stops = (config.on_error or (WARN if config.asynchronous else STOP)) == STOP
@@ -122,7 +122,7 @@ class Saving:
             warnings.warn(said, stacklevel=2)
 
     def figures(self) -> dict[str, float]:
-        """Return what the last save cost, once: seconds that training waited, bytes that this rank wrote."""
+        """Return the cost of the last save, once: seconds that training waited, bytes that this rank wrote."""
         if self._told:
             return {}
         self._told = True

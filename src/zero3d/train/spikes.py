@@ -19,7 +19,7 @@ NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolut
 
 
 class Spike(NamedTuple):
-    """A loss that is far above the recent ones, and the median of those."""
+    """A loss far above the recent ones, and the median of the recent ones."""
 
     loss: float
     usual: float

@@ -25,7 +25,7 @@ class Start:
     resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
     overwrite  remove what an earlier run wrote there
     settings   whose settings of the update count in a run that goes on: the file's (given), the checkpoint's (saved)
-    report_output  is given the output folder where the configuration names none
+    report_output  is called with the output folder if the configuration names none
     end        ends this process with an error, from any thread; without it nobody watches the host's memory
     planner    is asked what `auto` becomes, what a step should take, and what to change when memory is out
     """

@@ -7,10 +7,10 @@
                 save()
                 raise Stopped(request.signal, "step 120 is saved in OUT/checkpoints/step-120")
 
-SIGTERM, SIGHUP,   a request, however often they come: schedulers send theirs to every process of a job (Slurm's notice
-SIGUSR1            is often SIGUSR1), timeout(1) sends it twice, and launchers pass on what reached the workers too
-at once            of signals that come before Python looks, the lowest number counts as the first
-waiting            inside `at_once` no step is to be ended: the first signal raises `Stopped`, also one of before
+SIGTERM, SIGHUP,   a request, however often they come: schedulers signal every process of a job (Slurm's notice is often
+SIGUSR1            SIGUSR1), timeout(1) signals twice, and launchers pass on signals that reached the workers too
+at once            if several signals come before Python looks, the lowest number counts as the first
+waiting            inside `at_once` no step has to be finished: the first signal raises `Stopped`, also an earlier one
 SIGINT             a request; after any request it raises KeyboardInterrupt (Ctrl-C pressed again)
 ignored signals    stay ignored: nohup, background jobs, and workers whose launcher has the terminal
 """
@@ -32,7 +32,7 @@ class Stopped(BaseException):
     """Says that the run ended early, with a checkpoint, by a signal; the exit code is 128 + `signal`.
 
     signal  the number of the signal that asked, the same on all ranks
-    where   what is kept and where, as one phrase: rank 0 shows it
+    where   the saved state and its place, as one phrase: rank 0 shows it
 
     No Exception, so that no handler of training errors takes it for one.
     """
@@ -69,7 +69,7 @@ class StopRequest:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a request end at once what is done inside, which may wait for something that never comes.
+        """Let a request end the work inside at once: it may wait for something that never comes.
 
         Raises Stopped.
         """

@@ -1,6 +1,6 @@
-"""The tables that end a run: memory and traffic of rank 0 beside what the formulas say. No torch.
+"""The tables that end a run: memory and traffic of rank 0, measured and by formula. No torch.
 
-A run prints them of its rows, and `zero3d report` of those that it has left in report.json.
+A run prints them from its rows, `zero3d report` from the rows in report.json.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     mlflow        MLFLOW_TRACKING_URI, else OUTPUT/mlflow                       goes on in its own
     trackio       where `trackio show` looks                                    goes on in its own
 
-A tracker is opened with the first record of a session, so that a run without a step left opens none. What it raises is
-one line of warning, after which the run goes on without it: metrics.jsonl has every value. What it draws at random
-changes no training.
+A tracker is opened with the first record of a session, so that a run without a step left opens none. An error of a
+tracker is one line of warning, and the run goes on without the tracker: metrics.jsonl has every value. Its random draws
+change no training.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TrackedRun:
 
     @property
     def flat(self) -> dict[str, str]:
-        """The configuration by dotted keys, as text; those that are null are left out."""
+        """The configuration by dotted keys, as text; keys that are null are left out."""
         values = {name: value_of(self.config, name) for name in KEYS}
         return {name: scalar(value) for name, value in values.items() if value is not None}
 
@@ -195,7 +195,7 @@ OPENERS: Mapping[str, Callable[[TrackedRun], Tracker]] = MappingProxyType(
 
 
 class Trackers:
-    """Hands records to the trackers of a run, and leaves out those that fail.
+    """Hands records to the trackers of a run, and leaves out failed ones.
 
     say  prints one line
     """
@@ -231,7 +231,7 @@ class Trackers:
 
     @contextmanager
     def _watched(self, name: str, what: str) -> Iterator[None]:
-        """Call a tracker inside: say what it raises and leave it out; random states are afterwards what they were."""
+        """Call a tracker inside: report its error and leave it out; random states are restored afterwards."""
         tensors, plain = rng_state(CPU)
         try:
             yield

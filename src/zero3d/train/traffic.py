@@ -1,4 +1,4 @@
-"""The bytes that a run sent beside what the formulas say (engine/traffic_formulas.py), by operation, unit by unit.
+"""The bytes that a run sent beside the formulas' (engine/traffic_formulas.py), by operation, unit by unit.
 
 Evaluations and checkpoints are taken out on both sides.
 """

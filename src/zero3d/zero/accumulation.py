@@ -98,7 +98,7 @@ class Accumulation:
         return nan
 
     def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
-        """Count a whole step's micro-batches, which a pipeline ran; `weights`: of those whose loss was on this rank."""
+        """Count a whole step's micro-batches, run by a pipeline; `weights`: of those with their loss on this rank."""
         self.count = micro_batches
         self.weight = sum(weights, 0.0)
         self.reached = True
@@ -159,7 +159,7 @@ class Accumulation:
 def poisoned(value: float | Tensor, nan: Tensor | None) -> float | Tensor:
     """Return a value, NaN where a loss is: its gradients may be zeros, and would count for the mean.
 
-    nan  a flag on the losses' device, which is not read where that is an accelerator; None: there was no loss
+    nan  a flag on the losses' device, never read from an accelerator; None: there was no loss
     """
     if nan is None or isinstance(nan, FakeTensor):
         return value

@@ -6,12 +6,12 @@ the backward under way will still accumulate, so a unit has all of them when not
     when backward leaves a module of the unit         stage 3
     when it comes to another unit, or leaves one      of units of which something has come, or which are `unheard`
 
-A checkpoint's backward of its own (reentrant) is one of which autograd does not know what follows: inside, only the
-unit whose module was left is judged.
+A reentrant checkpoint runs a backward of its own, and autograd does not know then which gradients follow it. Inside,
+only the unit whose module was left is judged.
 
-Where gathers and reductions share a process group (zero.communicators: 1), a unit is reduced at the same place among
-gathers on all ranks, whatever gradients came: when backward has left all calls of its modules, which what ranks gather
-makes alike. One of which no such end tells (`unheard`, `unclear`) is reduced at the end of the backward.
+Gathers and reductions may share a process group (zero.communicators: 1). All ranks then reduce a unit at the same place
+among gathers, whatever gradients came: when backward has left all calls of its modules. The ranks' gathers make that
+place alike. A unit without such an end (`unheard`, `unclear`) is reduced at the end of the backward.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Reached(Enum):
 class Arrivals:
     """Counts each unit's gradients in one backward.
 
-    unheard  units of whose modules' ends nobody hears at stage 3, since no input of theirs has a gradient
-    unclear  units that backward may read again, or leave at another place on another rank: with several inputs that
-             are leaves, one of which may get no gradient
+    unheard  units of stage 3 whose modules' ends go unnoticed, since no input of these modules has a gradient
+    unclear  units that backward may read again, or leave at another place on another rank: their modules have several
+             inputs, all leaves, and one of them may get no gradient
     at_module_ends  a unit is complete when backward has left its modules, and not before
     """
 
@@ -119,7 +119,7 @@ class Arrivals:
         return self.have_come(unit) or (unit in self._left and not self._is_to_come(unit))
 
     def ends_elsewhere(self, unit: Unit) -> bool:
-        """Return whether none is still to come of a unit whose end nobody has told of, in what autograd oversees."""
+        """Return whether a unit without a module's end is complete: autograd expects no more of its gradients."""
         begun = not self.at_module_ends and (unit in self._arrived or unit in self.unheard)
         return begun and self._task == current_backward() and not self._is_to_come(unit)
 

@@ -5,8 +5,8 @@
     a shard of weights        [ weights ]                                        one record, stage 3; or none,
                                                                                  where gathers cast its masters
 
-Here is which buckets a unit has, and what is in them. Who owns their records brings them (`Records`): `Resident` those
-on the device, which are used where they are, and offload/ all others.
+This file says which buckets a unit has and what is in them. The owner of their records brings them (`Records`):
+`Resident` owns records on the device, which are used where they are; offload/ owns all others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MASTER, WEIGHTS = "master", "weights"  # fields of a record, beside the states t
 
 
 class Records(Protocol):
-    """What is asked of who owns the records."""
+    """Requests to the owner of the records."""
 
     def ahead(self, index: int) -> None:
         """Begin to bring a record; nobody waits."""
@@ -46,13 +46,13 @@ class Records(Protocol):
         """Wait until all that was changed is at its place."""
 
     def commit(self) -> None:
-        """Say that all records of a step are changed; those on a disk are whole there when this returns."""
+        """Say that all records of a step are changed; a disk has its records whole when this returns."""
 
     def confirm(self) -> None:
         """Say that all ranks have committed their last step."""
 
     def discard(self) -> None:
-        """Say that others than a step write records: the step that is committed is not to be gone back to."""
+        """Say that something other than a step writes records: nobody may go back to the committed step."""
 
     def count_from(self, step: int) -> None:
         """Say which step the records are of now."""
@@ -87,7 +87,7 @@ class Resident(Records):
 
 
 class Bucket(NamedTuple):
-    """A range of what a rank updates of a unit, its record's number and fields by name, and where it is updated."""
+    """A range of a unit's elements on the rank that updates them, its record's number and fields, and the device."""
 
     start: int
     stop: int
@@ -130,7 +130,7 @@ class UnitBuckets:
         return self.records.view(bucket.record)[bucket.names.index(name)]
 
     def within(self, start: int, stop: int) -> Iterator[tuple[Bucket, int, int]]:
-        """Yield the buckets that a range is in, each with what of the range is in it."""
+        """Yield the buckets that a range overlaps, each with the start and stop of the overlap."""
         first = bisect_right(self.buckets, start, key=lambda bucket: bucket.stop)
         for bucket in self.buckets[first:]:
             if bucket.start >= stop:

@@ -4,8 +4,8 @@
     backward         each unit's from its first gradient, or from its reduction on
     step             all of them; each is given back when its unit has been updated
 
-What is written there first covers all that is read: memory comes as it is. Between parameters, where there is padding,
-it may hold anything.
+Memory comes uninitialised, and the first write covers all that is read later. The padding between parameters may hold
+anything.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class GradientMemory:
 
     It begins with memory, in which views are cut.
 
-    buffer    not to be read or written while it is not `there`: that is a segmentation fault
-    poisoned  memory that is given back is filled with NaN and stays: finds who reads it
+    buffer    must not be read or written unless it is `there`: a segmentation fault otherwise
+    poisoned  memory given back is filled with NaN and kept, which finds late readers
     """
 
     def __init__(

@@ -1,25 +1,25 @@
-"""A rank's shard of a unit's reduced gradients: what a reduction comes to, and what the step updates from.
+"""A rank's shard of a unit's reduced gradients: a reduction's result, from which the step updates.
 
     shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
     pieces             1-D views of parameters' parts in it, for the optimizer; made anew only where it moves
 
-Where dp ranks have copies of shards (UnitParts.across), a reduction sums over the ranks that states are cut over, and
-what a step has in the end is summed once more over the copies: `sum_copies`.
+Where dp ranks have copies of shards (UnitParts.across), a reduction sums over the ranks that states are cut over. At
+the end of a step its sums are summed once more over the copies: `sum_copies`.
 
 Note 1, where the sum may live. When local gradients already have the reduced dtype and the whole buffer is kept, the
 shard is this rank's slot of the buffer. Gradients that arrive after a reduction would overwrite it, so it is stashed
 until the next reduction has been added.
 
-Note 2, shards on the host (stages 2 and 3). A reduction goes to a bucket on the device, with what the shard has come
-back to it first where it adds: on the side stream, since the link has both ways at once, and a sum on the host would
-read and write its memory twice as often as two copies do. The bucket then goes to the host beside compute, and is let
-go of after the next one. The bits are those of a shard on the device. A shard that is narrower there, by choice, is
-rounded on the device and crosses in its own dtype, both ways: what is added is rounded after every micro-batch.
+Note 2, shards on the host (stages 2 and 3). A reduction goes to a bucket on the device. Where it adds, the shard's sum
+comes back to the bucket first, on the side stream: the link has both ways at once, and a sum on the host would read and
+write its memory twice as often as two copies do. The bucket then goes to the host beside compute, and is let go of
+after the next one. The bits are those of a shard on the device. A shard that is narrower there, by choice, is rounded
+on the device and crosses in its own dtype, both ways: its sum is rounded after every micro-batch.
 
-Note 3, gradients that arrive after the shard was summed over copies (or while it is): what comes of them here is a term
-of a sum over all ranks, as the first was, and not of that sum. They have a bucket and a shard of their own, which is
-summed over copies by itself and then added. The first sum is waited for in its turn, not when they arrive: that may
-be at another moment on every rank.
+Note 3, gradients that arrive after the shard was summed over copies (or while it is). Their reduction is a term of a
+sum over all ranks, as the first one was, and not of the first sum. They have a bucket and a shard of their own, which
+is summed over copies by itself and then added. The first sum is waited for in its turn, not when they arrive: every
+rank may get them at another moment.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class GradientShard(ABC):
     """Owns a shard of reduced gradients, the reduction to it, and its gather where every rank updates all (stage 0).
 
     shard      this rank's reduced gradients
-    unit_plan  what the unit is now: a second backward of a step, or more micro-batches, may have made it another
-    _local     what is reduced, and the memory in which the shard is where it has none of its own
+    unit_plan  the unit's plan now: a second backward of a step, or more micro-batches, may have changed it
+    _local     the local gradients, which are reduced; also the memory of a shard that has none of its own
     """
 
     def __init__(self, name: str, layout: UnitLayout, parts: UnitParts, local: LocalGradients) -> None:
@@ -105,7 +105,7 @@ class GradientShard(ABC):
 
     @property
     def owned(self) -> Tensor:
-        """Reduced gradients of what this rank updates: its shard, at stage 0 all that was gathered."""
+        """Reduced gradients of the elements that this rank updates: its shard, or at stage 0 the whole unit's."""
         if self._gathering is None:
             return self.shard
         self.wait()
@@ -113,7 +113,7 @@ class GradientShard(ABC):
 
     @property
     def to_host(self) -> ToHost | None:
-        """What copies shards to the host, where they are kept there."""
+        """The copier of shards to the host, where they are kept there."""
         return self._parts.to_host
 
     def pieces(self) -> list[Tensor]:
@@ -135,7 +135,7 @@ class GradientShard(ABC):
 
     @abstractmethod
     def make_way(self, reduced: bool) -> None:
-        """Keep what is summed apart from gradients that come now. reduced: it has been summed in this step."""
+        """Keep earlier sums apart from gradients that come now. reduced: the shard has been summed in this step."""
 
     @abstractmethod
     def reduce(self, single: bool) -> None:
@@ -233,7 +233,7 @@ class RankOrderShard(GradientShard):
     _summed     the shard already holds a sum of this step
     _in_local   the shard is its slot of the local buffer (Note 1)
     _is_of_all  the shard is, or will be, summed over the ranks that have copies of it
-    _late       what reductions of late gradients come to (Note 3)
+    _late       the sum of late gradients (Note 3)
     """
 
     def _keep(self) -> None:
@@ -398,7 +398,7 @@ class RankOrderShard(GradientShard):
 class HostShard:
     """Moves a shard that is kept on the host to the device and back (Note 2).
 
-    _incoming  what a reduction comes to
+    _incoming  the bucket for a reduction's result
     _crossing  the same in the shard's own dtype, where that is narrower
     """
 
@@ -411,7 +411,7 @@ class HostShard:
         self._crossing: Tensor | None = None
 
     def receive(self, dtype: torch.dtype, add: bool) -> Tensor:
-        """Return a bucket for a reduction to come to, with what the host has of this step's sums where that adds."""
+        """Return a bucket for a reduction's result; where the reduction adds, with the host's sum of this step."""
         sums = self._incoming = self._arena.borrow("bucket", self.shard.numel(), dtype)
         if add:
             self._to_host.follow()
@@ -463,5 +463,4 @@ def _then(summed: Pending, then: Callable[[], object]) -> Pending:
 
 
 def _cut(buffer: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the views of pieces in a buffer."""
     return [buffer[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]

@@ -26,10 +26,10 @@ MakeShard = Callable[[str, UnitLayout, UnitParts, LocalGradients], GradientShard
 
 
 class Gradients:
-    """Owns a unit's gradients from autograd to the reduced shard: in turn its local ones and what they are reduced to.
+    """Owns a unit's gradients from autograd to the reduced shard: local gradients first, then their reduced sum.
 
-    local   what autograd gave this rank and no reduction has taken
-    reduced what reductions come to, and the step reads
+    local   gradients from autograd on this rank that no reduction has taken yet
+    reduced the results of reductions, which the step reads
     """
 
     def __init__(self, name: str, layout: UnitLayout, parts: UnitParts, make: MakeShard = RankOrderShard) -> None:
@@ -41,7 +41,7 @@ class Gradients:
 
     @property
     def unit_plan(self) -> UnitPlan:
-        """What the unit is now: a second backward of a step, or more micro-batches, may have made it another."""
+        """The unit's plan now: a second backward of a step, or more micro-batches, may have changed it."""
         return self.reduced.unit_plan
 
     @property
@@ -117,8 +117,8 @@ class Gradients:
     def gather(self) -> None:
         """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce.
 
-        A unit that has taken late gradients since its sum was over needs nothing of it, and takes its turn: peers that
-        take theirs later gather that sum now.
+        A unit with late gradients since the end of its sum has no use for this gather, but takes its turn: peers may
+        gather that sum now, and get their late gradients afterwards.
         """
         self.reduced.gather(turn_only=self.state is State.FILLING)
 
@@ -169,7 +169,7 @@ class Gradients:
             self._drain()
 
     def lend(self) -> Tensor:
-        """Return what is `owned`, with memory until `take_back`: for an update that is made after the step."""
+        """Return `owned`, which stays allocated until `take_back`: for an update made after the step."""
         self._lent = True
         return self.owned
 
@@ -192,12 +192,12 @@ class Gradients:
 
     @property
     def owned(self) -> Tensor:
-        """Reduced gradients of what this rank updates: its shard, at stage 0 all that was gathered."""
+        """Reduced gradients of the elements that this rank updates: its shard, or at stage 0 the whole unit's."""
         return self.reduced.owned
 
     @property
     def to_host(self) -> ToHost | None:
-        """What copies the shard to the host, where it is kept there."""
+        """The copier of the shard to the host, where it is kept there."""
         return self.reduced.to_host
 
     @property

@@ -224,7 +224,7 @@ class Hooks:
     def _expect_end(self, units: list[Unit], call: int, inputs: list[Tensor], given: Any) -> None:
         """Tell where backward will leave a call: recomputed ones, in a backward, may have no backward of their own.
 
-        inputs  that have gradients; given: what they are made of, where leaves are still leaves
+        inputs  tensors with gradients; given: the call's own arguments, whose leaves are still leaves
         """
         if len(inputs) == 1:
 
@@ -327,7 +327,7 @@ class Hooks:
         return pass_on
 
     def gradient_hook_of_sources(self, unit: Unit, index: int) -> Callable[[int, Tensor | None], None]:
-        """Return what takes a parameter's gradient of a source, or hears that it has none."""
+        """Return a hook that takes a parameter's gradient from a source, or None for it."""
         weak_self, weak_unit = ref(self), ref(unit)
 
         def pass_on(source: int, grad: Tensor | None) -> None:
@@ -466,7 +466,7 @@ class Hooks:
     def refuse_unsaved(self, loss: Tensor, error: BaseException) -> None:
         """Raise ReleasedParameterError where a backward failed because the memory of a weight is released.
 
-        Weights that autograd saves are gathered; what a Function of the caller's own keeps as an attribute is unseen.
+        Weights saved by autograd are gathered; a weight kept as an attribute by the caller's own Function is unseen.
         """
         if not any(sign in str(error) for sign in NO_MEMORY):
             return
@@ -561,7 +561,7 @@ def _unleaf(t: Tensor) -> Tensor:
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that torch.compile calls as it is, where it compiles a module with its hooks.
 
-    What a hook changes of parameters is no part of a graph: what is traced of it may come too late.
+    A hook's changes to parameters belong to no graph: traced into one, they may come too late.
     """
     as_it_is = _disable_dynamo(hook)
 

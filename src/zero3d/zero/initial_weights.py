@@ -1,8 +1,8 @@
 """Where weights come from when an Engine is built: this rank's slice of each unit.
 
 from_module   the parameters of the module itself; rank 0's win (one broadcast of the unit)
-from_source   a Source, asked only for the boxes that this rank owns; nothing is sent, and the
-              peak is the slice plus what the source itself holds
+from_source   a Source, asked only for the boxes that this rank owns; nothing is sent, and the peak is the slice plus
+              the source's own memory
 
 Under tensor parallelism units and modules hold local tensors, and a source has whole ones: `cuts` says by
 name which parameters are cut, and how. `tiles` says which are parts of a parameter of the source's.
@@ -27,7 +27,7 @@ Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding a
 
 
 class Source(Protocol):
-    """Gives values of parameters that are too large to hold, such as those of files."""
+    """Gives values of parameters too large to hold, such as parameters in files."""
 
     def __call__(self, name: str, box: Box) -> Tensor:
         """Return the values in a box of the whole parameter `name`, in the box's shape, of any dtype."""

@@ -43,7 +43,7 @@ class LocalGradients:
         self.filled: set[int] = set()
         self._held: dict[int, Tensor] = {}
         self._held_bytes = 0
-        self._adding: set[int] = set()  # of those that are held, to what came before
+        self._adding: set[int] = set()  # of the held ones: to be added to an earlier gradient
         self._aside: Tensor | None = None
         self._kept: GradientMemory | None = None
         if self._plan.kept:
@@ -114,7 +114,7 @@ class LocalGradients:
             self.land()
 
     def land(self) -> None:
-        """Copy the gradients that are held in, those of parameters that had one before are added to it."""
+        """Copy the held gradients into the buffer, or add them where it has the parameter's already."""
         new = [index for index in self._held if index not in self._adding]
         if new:
             torch._foreach_copy_([self.views[index] for index in new], [self._held[index] for index in new])

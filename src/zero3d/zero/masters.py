@@ -32,10 +32,10 @@ MIX = 6364136223846793005  # Knuth's multiplier, odd
 class Masters:
     """Owns a unit's masters.
 
-    buckets  that they and the optimizer's states are in
-    weights  where what this rank updates is, in compute dtype
+    buckets  of the masters and the optimizer's states
+    weights  the place of the weights that this rank updates, in compute dtype
     dtype    of the masters
-    stored   what is stored of them beside the weights, where that is on the device
+    stored   the part of the masters beside the weights, where it is on the device
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Masters:
 
     @property
     def copied(self) -> Tensor | None:
-        """Masters on the device which are a copy that weights are cast from; None where they are none."""
+        """Masters on the device from which weights are cast; None where there is no such copy."""
         return None if self.split else self.stored
 
     @property
@@ -82,9 +82,9 @@ class Masters:
         return None if kept is None else (kept, self._weights.view())
 
     def parts(self, piece: Piece) -> Iterator[tuple[Piece, Tensor]]:
-        """Cut a piece into what is updated at once; yield each part with the tensor that an optimizer gets for it.
+        """Cut a piece into parts, each updated at once; yield each with the tensor that an optimizer gets for it.
 
-        Masters that are split or in records are cut at the borders of buckets, and their tensors read as NaN but while
+        Masters that are split or in records are cut at the borders of buckets. Their tensors read as NaN except while
         they are updated.
         """
         end = piece.offset + piece.stop - piece.start
@@ -158,7 +158,7 @@ class Masters:
             self.stored.zero_()
 
     def revive(self) -> None:
-        """Make weights of what is in the buckets, where these have what it takes."""
+        """Make weights from the buckets' fields, where these are enough for it."""
         with self._weights.opened(True) as weights:
             for bucket in self.buckets.buckets:
                 with self.buckets.opened(bucket, changed=False) as fields:
@@ -169,7 +169,7 @@ class Masters:
                         target.copy_(to_compute(master, self._compute))
 
     def whole(self, arena: Arena) -> AbstractContextManager[Tensor | None]:
-        """Have all that is stored beside the weights inside, to be changed; None where that is nothing."""
+        """Give inside the whole part of the masters beside the weights, to be changed; None where there is none."""
         return nullcontext(self.stored) if self.buckets.resident else self._gathered(arena)
 
     @contextmanager
@@ -205,7 +205,7 @@ class Masters:
             self._checksum = checksum(self._weights.view())
 
     def go_on_from(self, before: Masters) -> None:
-        """Take over from the masters of before what `absorb` of those would compare with."""
+        """Take over the checksum for `absorb` from the masters before these."""
         self._checksum = before._checksum
 
     def absorb(self, weights: Tensor) -> bool:
@@ -238,7 +238,7 @@ class Masters:
         return written
 
     def _kept(self, written: Tensor) -> AbstractContextManager[Tensor]:
-        """Have inside what is kept of weights, to be changed; those that were written where gathers cast masters."""
+        """Give the kept weights inside, to be changed; `written` itself where gathers cast masters."""
         return nullcontext(written) if isinstance(self._weights, InMasters) else self._weights.opened(True)
 
     def _absorb(self, fields: dict[str, Tensor], own: Tensor, weights: Tensor, changed: Tensor) -> None:
@@ -271,12 +271,12 @@ def _copy(target: Tensor, values: Tensor) -> None:
 
 
 def absent(like: Tensor) -> Tensor:
-    """Return what stands for values that are in a bucket: one NaN, in their shape."""
+    """Return a placeholder for values in a bucket: one NaN, in their shape."""
     return like.new_full((), float("nan")).expand(like.shape)
 
 
 def bits(values: Tensor) -> Tensor:
-    """Return the raw bits, so that NaNs and signed zeros compare as what they are."""
+    """Return the raw bits, by which NaNs and signed zeros compare exactly."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.view(integers[values.dtype.itemsize])
 

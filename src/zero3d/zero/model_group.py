@@ -105,8 +105,8 @@ class Norms(NamedTuple):
     """The norms of a group's gradients.
 
     values  [cells]
-    uneven  the place of a parameter on whose norm tp ranks differ, which they should have alike; NONE. None where
-            this rank holds the whole model
+    uneven  the place of a parameter with unlike norms on tp ranks that should be alike, or NONE. None where this rank
+            holds the whole model
     """
 
     values: Tensor
@@ -215,7 +215,7 @@ class ModelGroup:
                 tied.local_twin.gradients.shard.copy_(shard)
 
     def share_ties(self, written: Collection[Unit]) -> None:
-        """Carry what was written into one copy of a tied parameter to the other; where both were, the owner's.
+        """Carry a write into one copy of a tied parameter to the other; where both were written, the owner's wins.
 
         All of `tied` are gathered. One number to the peer for each, and Psi/N elements of a written one.
         """
@@ -271,7 +271,7 @@ class ModelGroup:
 
 
 def find_uneven(norms: Tensor, common: Tensor) -> Tensor:
-    """Return the last parameter on whose norm a stage's tp ranks differ, or NONE; what is not finite is passed over.
+    """Return the last parameter with unlike norms on a stage's tp ranks, or NONE; norms not finite are ignored.
 
     norms   [stages, tp, longest]
     common  [stages, longest], see `NormTable`

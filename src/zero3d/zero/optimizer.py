@@ -116,13 +116,14 @@ class Outcome(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The norm of a step's gradients, which are unscaled, and what decides about that step.
+    """The norm of a step's unscaled gradients, and the facts by which the step is applied or skipped.
 
     norm      before clipping, equal on all ranks
     scale     the loss scale that the gradients had
     total     all ranks' sum of weights
     in_order  whether all used units in one order, and clip alike
-    even      whether tp ranks have the same norms of what they have alike; uneven: the place of one that is not
+    even      whether tp ranks agree on the norms of parameters that they share; uneven: the place of one where they
+              differ
     """
 
     norm: Tensor
@@ -136,12 +137,12 @@ class Measured(NamedTuple):
 class ShardedOptimizer(OptimizerStates):
     """Steps a torch optimizer over all shards.
 
-    orthogonal makes of final gradients what the torch optimizer's step takes, where that is something else (optim/)
+    orthogonal turns final gradients into the input of the torch optimizer's step, where the two differ (optim/)
     tally      whole numbers of this rank, float64, that travel with its norm; `tallied` is all ranks' sum
     clip_norm  largest norm of a step's gradient, or None; may be set between steps
     build      groups of pieces -> torch optimizer
     groups     options per parameter group; None: the pieces are passed as a plain list
-    missed     applied steps that were not one of a parameter, being frozen, by name; the same on all ranks
+    missed     applied steps in which a parameter was frozen, by its name; the same on all ranks
     """
 
     orthogonal: Callable[[], None] | None = None
@@ -201,7 +202,7 @@ class ShardedOptimizer(OptimizerStates):
     # --- the step -------------------------------------------------------------------------------
 
     def measure(self, weight: float | Tensor, scale: float, nan: Tensor | None = None) -> Measured:
-        """Unscale what has been reduced, and return its norm, which `update` wants; nothing is read on the host.
+        """Unscale the reduced gradients, and return their norm for `update`; nothing is read on the host.
 
         weight   this rank's sum of weights
         scale    the loss scale
@@ -254,12 +255,12 @@ class ShardedOptimizer(OptimizerStates):
         return Outcome(reason, norm, read["norm"], read_besides)
 
     def leave_out(self, measured: Measured) -> float:
-        """Note that a step whose norm was measured is not taken, which ranks compare later; return the norm, read."""
+        """Note that a measured step is not taken, for ranks to compare later; return its norm, read from the device."""
         self._left_out += 1
         return self._read({"norm": measured.norm}, None)[0]["norm"]
 
     def _decisions(self) -> list[float]:
-        """Return what ranks must have decided alike: where they clip now and clipped last, and steps left out."""
+        """Return the decisions that ranks must share: the clip norms now and of the last step, and steps left out."""
         return [NO_NORM if self.clip_norm is None else float(self.clip_norm), self._clipped, float(self._left_out)]
 
     def _check_decisions(self) -> None:
@@ -320,7 +321,6 @@ class ShardedOptimizer(OptimizerStates):
 
     @property
     def _is_alone(self) -> bool:
-        """Return whether this rank trains the model alone."""
         return self._comm.size == 1 and self._model_group.alone
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
@@ -356,7 +356,7 @@ class ShardedOptimizer(OptimizerStates):
 
     @property
     def _to_host(self) -> ToHost | None:
-        """What has copied gradients to the host of an accelerator; None where they are on the device."""
+        """The copier of gradients to an accelerator's host; None where they are on the device."""
         away = (unit.gradients for unit in self._units if unit.gradients.shard.device.type != self._arena.device.type)
         return next((gradients.to_host for gradients in away), None)
 

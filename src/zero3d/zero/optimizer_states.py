@@ -34,8 +34,9 @@ class OptimizerStates:
     updates  of units whose states are in records, all trainable ones or none
     build    groups of pieces -> torch optimizer
     built    options of its groups as they were then, whatever schedules and checkpoints have made of them since
-    numbers  names of what it kept of every parameter then that is no tensor of its elements, such as Adam's step
-    added    names of options that a checkpoint has put into each group beside those that were there
+    numbers  names of the values that it kept of every parameter then, such as Adam's step, beside tensors of its
+             elements
+    added    names of the options that a checkpoint has added to each group
     """
 
     updates: DeferredUpdates | None = None
@@ -165,8 +166,8 @@ class OptimizerStates:
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
         """Return the piece's view of a state: in its unit's flat buffer, which is made on first use, or in its record.
 
-        A record may be written while it is open (`in_batches`), else only read. Of what is stored in another form it
-        is a copy: `overwrite` takes that back.
+        A record may be written while it is open (`in_batches`), else only read. A state that is stored in another form
+        is returned as a copy: `overwrite` takes the copy back.
         """
         if key in self._coded:
             return cast(Tensor, self.torch.state[owned.master][key].read())
@@ -189,7 +190,7 @@ class OptimizerStates:
         return self._flat[owned.unit.name, key][start : start + count]
 
     def span(self, unit: Unit, key: str) -> Span | None:
-        """Return where a state of a unit's elements is, of what this rank updates; None where it has none."""
+        """Return the span of a state among a unit's elements that this rank updates; None where they have none."""
         if (unit.name, key) not in self._spans:
             self._spans[unit.name, key] = self._find_span(unit, key)
         return self._spans[unit.name, key]

@@ -80,7 +80,7 @@ def is_matched(name: str, pattern: str) -> bool:
 
 
 def _explained(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """Return a builder whose ValueError, as torch's optimizers raise it, says what it was given."""
+    """Return a builder that raises ConfigError, which explains its arguments, for a torch optimizer's ValueError."""
 
     @functools.wraps(make, updated=())
     def build(params: Any) -> Optimizer:

@@ -1,8 +1,8 @@
 """Parameters whose new values are on their way: operations on one wait for them first.
 
 After `train_batch(wait=False)` new weights of stages 1 and 2 may still be on their way from their owners. A unit's
-modules wait when they are called (hooks.py). Who reads a parameter elsewhere, as a forward does that uses another
-module's matrix, meets one of this class: torch's operations on it wait, and then see the plain parameter.
+modules wait when they are called (hooks.py). A read elsewhere, such as a forward's of another module's matrix, meets a
+parameter of this class: torch's operations on it wait, and then see the plain parameter.
 """
 
 from __future__ import annotations

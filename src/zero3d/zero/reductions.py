@@ -1,28 +1,28 @@
 """When units are reduced: one order on all ranks, a bounded window.
 
-A unit is complete when all its gradients have come that will (arrivals.py): one that does not counts as zero. A rank
-with such a hole begins a reduction before the same gather as one without: at the end of backward it would be waited
-for before a gather for which it waits in turn.
+A unit is complete when no more gradients of it will come (arrivals.py): a missing one counts as zero. A rank with such
+a hole begins a reduction before the same gather as a rank without. If it began at the end of backward, its peers would
+wait for the reduction before that gather, and it for them in the gather.
 
 Complete units are reduced in one order, the same on all ranks without communication: reverse
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
 those before it. At most IN_FLIGHT are in flight.
 
-Shards of which others have copies are summed over these in that order, too, at most IN_FLIGHT at a time: each from when
-its reduction in the step's last backward is over, or at the boundary where no such backward was told of. The last ones
-are waited for at the end of that backward. Gradients that come behind it are reduced and summed by themselves, and
-added (gradient_shards.py, Note 3).
+Shards with copies on other ranks are summed over these in that order, too, at most IN_FLIGHT at a time. Such a sum
+begins when the shard's reduction in the step's last backward is over, or at the boundary if no backward was announced
+as the last. The last ones are waited for at the end of that backward. Gradients that come behind it are reduced and
+summed by themselves, and added (gradient_shards.py, Note 3).
 
 At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
-in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
-other moments gather in one order.
+in which they began, even if more gradients of a unit come while its sum is under way. They may come at another moment
+on every rank, and all ranks gather in one order.
 
 Where gathers and reductions share a process group (`shared`), their places among each other are the same on all ranks,
-whenever gradients come: at stage 3 a unit is reduced when backward has left its modules (arrivals.py), and at stage 0 a
-sum that a late gradient wants to be over is gathered in its turn all the same, for nothing.
+whenever gradients come. At stage 3 a unit is reduced when backward has left its modules (arrivals.py). At stage 0 a sum
+is gathered in its turn even where a late gradient has made the gather useless.
 
-On an accelerator terms that ranks send each other are added up on the side stream, too: those of a unit when the next
-one's are on their way, so that neither compute nor what moves waits for the sum.
+On an accelerator the ranks' terms are added up on the side stream, too: one unit's while the next one's are on their
+way, so that neither compute nor the messages wait for the sum.
 
 The reduce-scatter itself is `Gradients.reduce` (gradients.py).
 """
@@ -50,7 +50,7 @@ WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been re
 
 
 class Closes(Enum):
-    """After what a unit's local gradients are complete as one summand of an exact sum (exact/)."""
+    """Says what completes a unit's local gradients as one summand of an exact sum (exact/)."""
 
     NOTHING = auto()
     BACKWARD = auto()
@@ -58,10 +58,10 @@ class Closes(Enum):
 
 
 class Updates(Protocol):
-    """What is left of a step."""
+    """The updates that are left of a step."""
 
     def finish(self) -> None:
-        """Make it: its gradients are no longer needed then."""
+        """Make them: the step's gradients are no longer needed then."""
 
     def prefetch(self) -> None:
         """Begin to bring what the next step needs first."""
@@ -109,7 +109,7 @@ class Reductions:
         self._backwards = 0  # since the last reduction: the same on all ranks
 
     def extend(self, units: Sequence[Unit], gathered: Collection[Unit]) -> None:
-        """Reduce these units from now on, at first in reverse layout order: those that are trained."""
+        """Reduce the trained ones of these units from now on, at first in reverse layout order."""
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
         self._gathered = gathered
@@ -183,7 +183,7 @@ class Reductions:
         unit.gradients.close()
 
     def close(self, units: Sequence[Unit]) -> None:
-        """End a backward through these units which ends in no reduction: what they have is a summand."""
+        """End a backward through these units without a reduction: their gradients are a summand."""
         for unit in units:
             if unit not in self._done:
                 self._close(unit)
@@ -319,8 +319,8 @@ class Reductions:
     def reset(self) -> None:
         """Forget the gradients of this step, whose memory goes where nothing is under way any more.
 
-        Of a backward that died compute has not waited for what side streams do. A sum over copies, which nobody waits
-        for here, has its memory until the next backward begins.
+        After a backward that died, compute has not waited for the side streams yet. A sum over copies, which nobody
+        waits for here, has its memory until the next backward begins.
         """
         if self._in_flight:
             for unit in self._order:

@@ -1,9 +1,9 @@
-"""Parameters that are released: an operation on their values is an error that names them, not a NaN that travels.
+"""Released parameters: an operation on their values raises an error with their names, and passes on no NaN.
 
-While a unit has no values (SHARDED, GATHERING or KEPT) its parameters are of a class whose operations are looked at by
-torch's own schemas, as they are dispatched: one that reads or writes a value is refused; views, and what asks for a
-shape or makes a tensor like it, are not, and a view of one is refused likewise. While the unit is gathered they are
-plain parameters again, so a forward is not slower.
+While a unit has no values (SHARDED, GATHERING or KEPT) its parameters are of a class that checks every operation by
+torch's own schema, as it is dispatched. Reading or writing a value is refused, on their views too. Making a view,
+asking for a shape and making a tensor of that shape are allowed. While the unit is gathered they are plain parameters
+again, so a forward is not slower.
 
 Below this the placeholder's NaN stays (weights.py, Note 1), for what no Python object sees: kernels of a backward, a
 parameter of a class of its own, `torch.tensor(p)`.
@@ -37,7 +37,7 @@ MAKE_OTHERS = {  # operations that ask for a shape alone
     "_has_compatible_shallow_copy_type", "detach_", "is_pinned", "dense_dim",
     "sparse_dim", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 }  # fmt: skip
-REFUSED = {  # what torch does with the memory itself, undispatched; and cpu(), which is no copy on a CPU alone
+REFUSED = {  # operations on the memory itself, undispatched; and cpu(), which is no copy on a CPU alone
     getattr(Tensor, name)
     for name in (
         "numpy", "__array__", "tolist", "__dlpack__", "__deepcopy__", "__reduce_ex__", "cpu", "apply_", "map_", "map2_",
@@ -114,8 +114,8 @@ class _Released:
 class ReleasedTensor(_Released, Tensor):  # type: ignore[misc]
     """A view of a released parameter: of its placeholder, and so without values for ever.
 
-    One that no gradient goes through, such as `p.data`, is asked of what torch dispatches, too: `__torch_function__` is
-    not told of `tensor.set_(p.data)`, `torch.tensor(p.data)` and what torch.vmap gives its function.
+    A view without a gradient, such as `p.data`, checks operations at dispatch, too: `__torch_function__` is not told of
+    `tensor.set_(p.data)`, `torch.tensor(p.data)` and the tensors that torch.vmap gives its function.
     """
 
     @classmethod

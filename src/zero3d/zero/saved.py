@@ -1,8 +1,8 @@
 """Weights that autograd saves at stage 3: their unit is gathered when the node that saved them runs.
 
-The hooks on a module's outputs gather its unit before a gradient enters (hooks.py). A gradient may come by a way that
-they do not see: from a tensor inside an object of the caller's own class or a closure, from an inner activation that
-the loss uses, or through a gradient of a gradient. Then the unit is gathered here.
+The hooks on a module's outputs gather its unit before a gradient enters (hooks.py). They do not see every gradient: it
+may come from a tensor inside a closure or an object of the caller's own class, from an inner activation that the loss
+uses, or through a gradient of a gradient. Then the unit is gathered here.
 
     pack      a saved tensor -> (the tensor, its version, its unit; None for what is no weight)
     unpack    gather the unit if it is released; return the tensor
@@ -41,11 +41,11 @@ RELEASED = (State.SHARDED, State.GATHERING)
 
 
 class SavedWeights:
-    """Hooks on what autograd saves in forwards of modules that have weights of their own.
+    """Hooks on the tensors saved by autograd in forwards of modules that have weights of their own.
 
     units    sharded ones (stage 3)
     gather   brings back a unit's weights
-    hold     keeps them until the step, for nodes that a backward makes of what others have saved
+    hold     keeps them until the step, for nodes that a backward makes from other nodes' saved tensors
     """
 
     def __init__(self, units: Iterable[Unit], gather: Callable[[Unit], None], hold: Callable[[Unit], None]) -> None:
@@ -135,7 +135,7 @@ class SavedWeights:
                 self._hold(unit)
 
     def _put_in_force(self) -> None:
-        """Put the hooks in force, inside of those that are."""
+        """Put the hooks in force, inside of any other hooks in force."""
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if around is None:
             _push(self._pack, self._unpack)
@@ -181,7 +181,7 @@ class SavedWeights:
 
 
 def saved_behind(loss: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield what a loss's graph has saved, as hooks have packed it: the number of its node, that of its storage, it."""
+    """Yield each tensor saved in a loss's graph, as hooks have packed it: its node's number, its storage's, itself."""
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()

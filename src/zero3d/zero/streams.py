@@ -4,13 +4,13 @@ A prefetched unit's gather is issued before the current unit's kernels are enque
 compute's last use is enqueued; compute has then waited for the side stream, so no `record_stream` is needed.
 
 All transient memory is of compute's pool: an allocator keeps one for each stream, and memory of one cannot serve
-another. What compute has freed may still be in use on its stream. A side stream may have it all the same: it has
-waited for what compute had enqueued when the side stream was entered, and compute is given nothing while it is open
-(`Pool`). What a side stream borrowed and gave back lives until compute has waited for it: the pool would hand it to
-compute at once. The side stream itself may borrow it again before that.
+another. Memory freed by compute may still be in use on compute's stream. A side stream may have it all the same: when
+it was entered, it waited for all work that compute had enqueued, and compute is given nothing while it is open
+(`Pool`). Memory that a side stream borrowed and gave back lives until compute has waited for it: the pool would hand it
+to compute at once. The side stream itself may borrow it again before that.
 
-Compute waits for what was enqueued for a unit, not for all that a side stream has been given: behind it stand copies
-and encodings of units that are gathered ahead, which would hide behind nothing.
+Compute waits for the work enqueued for a unit, not for all work of a side stream: behind it stand copies and encodings
+of units gathered ahead, and no compute would hide them.
 
     side stream    | copy k | copy k+1 | copy k+2 |
     compute                 | use k               | use k+1 ...     join(k) waits for copy k alone
@@ -59,7 +59,7 @@ class SideStream:
     def issue(self, unit: str, *others: str) -> AbstractContextManager[None]:
         """Enqueue on the side stream inside, after everything compute has enqueued so far; on the CPU do nothing.
 
-        others  units for which something is enqueued, too: who joins them waits for all of this
+        others  units for which this work is enqueued, too: `join` of one of them waits for all of it
         """
         self.note("issue", unit)
         return nullcontext() if self._stream is None else self._entered(self._stream, (unit, *others))
@@ -81,7 +81,7 @@ class SideStream:
             self._ends.update(dict.fromkeys(units, (self._issued, event)))
 
     def join(self, unit: str) -> None:
-        """Let compute wait for what was enqueued for a unit, and what came before that, but for nothing behind it."""
+        """Let compute wait for a unit's enqueued work and all work before it, but for nothing behind it."""
         self.note("join", unit)
         if self._stream is not None and unit in self._ends:
             number, event = self._ends[unit]
@@ -97,8 +97,8 @@ class SideStream:
 class Pool:
     """Allocates from a stream's pool inside, and enqueues nothing on the stream.
 
-    With `torch.use_deterministic_algorithms(True)` torch fills what it allocates with NaN, on this stream: a side
-    stream that has waited for the stream before would not wait for that, and lose what it writes there.
+    With `torch.use_deterministic_algorithms(True)` torch fills new memory with NaN, on this stream. A side stream that
+    has waited for this one earlier would not wait for the fill, and the fill could overwrite its results.
     """
 
     def __init__(self, stream: torch.Stream) -> None:
@@ -137,8 +137,8 @@ class ToHost:
 
     On the CPU copies are made at once.
 
-    What is copied is let go of when LEAVING others have come after it, and compute has waited for its copy by then: a
-    copy is hidden by what compute does between two of them.
+    A copied tensor is let go of when LEAVING others have come after it, and compute has waited for its copy by then:
+    compute between two copies hides them.
 
     behind   whether sources wait for that, as on an accelerator they must
     threads  of this rank on the host
@@ -195,8 +195,8 @@ class ToHost:
 def run_alone(threads: Threads, count: int, prepare: Callable[[int], object] = int) -> None:
     """Have torch's kernels run on each of `count` threads alone; `prepare` is called on each with its number.
 
-    Torch's number of threads stays what it was for everybody else: set in a thread, it holds there and in those that
-    start later, so that it is put back when all have started.
+    Torch's number of threads stays as it was for everybody else. Set in a thread, it holds there and in threads started
+    later, so it is put back when all have started.
     """
     before, together = torch.get_num_threads(), threading.Barrier(count, timeout=60)
 
@@ -222,7 +222,7 @@ def compute_stream(device: torch.device) -> torch.Stream | None:
 
 
 def wait_on(stream: torch.Stream | None, pending: Pending) -> None:
-    """Let a stream wait for what is under way, and the current one for that: also where another one asks first."""
+    """Let a stream wait for a pending operation, and the current stream for that one: also where another asks first."""
     current = None if stream is None else torch.accelerator.current_stream(stream.device)
     if stream is None or current is None or current == stream:
         pending.wait()

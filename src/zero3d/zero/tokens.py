@@ -1,7 +1,7 @@
 """Tokens by which units are in use, in the order of a forward and a backward, and the gathers that follow. No torch.
 
 A unit is gathered when its set of users becomes non-empty. The engine's hooks take these tokens, and `count_gathers`
-plays them; `forward_gathers` and `backward_gathers` give the same counts without a token, which is what plans need.
+plays them; `forward_gathers` and `backward_gathers` give plans the same counts without a token.
 """
 
 from __future__ import annotations

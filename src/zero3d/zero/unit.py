@@ -22,8 +22,8 @@ class Unit:
 
     fill      writes this rank's slice [total/N] of the first weights
     deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
-    gradients  makes what owns its gradients
-    users     tokens of whoever needs the full parameters now
+    gradients  makes the owner of its gradients
+    users     tokens of the calls that need the full parameters now
     comm      the ranks over which it is cut: the dp axis, of experts the edp axis; a part of them where states are
               cut over some neighbours alone
     across    the ranks that have the same shards as this one

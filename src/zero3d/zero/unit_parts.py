@@ -1,4 +1,4 @@
-"""What a unit is made of: its plan, the memory and messages of its engine, and the states that it goes through.
+"""The parts of a unit: its plan, the memory and messages of its engine, and the states that it goes through.
 
 parameters   SHARDED -> GATHERING -> FULL (<-> KEPT: gathered, but no user may read) -> SHARDED
 gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
@@ -56,10 +56,10 @@ class SlowWire:
 
 
 class UnitParts(NamedTuple):
-    """What a unit is made of: its plan, and what it shares with others of its engine.
+    """The parts of a unit: its plan, and the objects that it shares with other units of its engine.
 
     comm        the ranks that states are cut over
-    records     what units have in records, by name (buckets.py)
+    records     the buckets of units whose states are in records, by unit name (buckets.py)
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
     to_host     copies them there
     slow        how sums travel between these

@@ -7,9 +7,9 @@
         step    the optimizer's own, on this bucket's pieces, which are views of these
         narrow  weight, remainder = master; moments rounded
 
-A piece that reaches over several buckets is cut at their borders, which are multiples of 16 elements as all cuts are:
-an optimizer has a tensor and states, its step count included, for every part, and an element's update has the bits
-that it has in the whole piece.
+A piece that reaches over several buckets is cut at their borders, multiples of 16 elements as all cuts are. An
+optimizer has a tensor and states, its step count included, for every part. An element's update has the same bits as in
+the whole piece.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OpenBucket(NamedTuple):
     """A bucket whose record is where it is updated: its fields by name, its weights and its gradient.
 
     frozen  slots of parameters that are frozen now, and left alone
-    factors what the gradient is still to be multiplied by, one after the other
+    factors factors that are still to be multiplied into the gradient, one after the other
     """
 
     of: BucketPieces
@@ -397,7 +397,8 @@ def frozen_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 def stepping(optimizer: Optimizer, options: Options, pieces: Sequence[MasterPiece]) -> Iterator[None]:
     """Have a torch optimizer see these pieces alone inside, with these options of its groups.
 
-    What it changes of them, as some count their steps there, stays; what others have changed since does, too.
+    The optimizer's own changes to the options stay, since some count their steps there; later changes by others stay,
+    too.
     """
     before = [dict(group) for group in optimizer.param_groups]
     for number, (group, frozen) in enumerate(zip(optimizer.param_groups, options, strict=True)):

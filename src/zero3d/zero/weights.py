@@ -41,11 +41,11 @@ from zero3d.zero.wires import Wire
 class Weights:
     """Owns a unit's parameters: their storage, this rank's shard and its masters.
 
-    records   what the unit has in records, if anything
-    place     where what this rank updates is
+    records   the unit's buckets in records, if it has any
+    place     the place of the weights that this rank updates
     keeps_full  `full` stays allocated while the unit is released: below stage 3, for a step, or for one rank
     pending   new weights were left on their way (`leave`), or their update is due (`defer`)
-    _received  what parameters are where they were gathered to this rank alone
+    _received  whole parameters that were gathered to this rank alone
     """
 
     pending = False
@@ -247,7 +247,7 @@ class Weights:
         self.gather(exactly=True)
 
     def show(self, exactly: bool) -> None:
-        """Have a gathered unit's parameters be the weights themselves, or what is computed with, if that differs."""
+        """Show a gathered unit's own weights in its parameters, or those of forwards where coding changes them."""
         if self.coded and self._exact != exactly:
             self.ready()
             self._gather(exactly, fill=False).wait()
@@ -355,7 +355,7 @@ class Weights:
         return self._pending_gather
 
     def leave(self) -> None:
-        """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
+        """Leave the gather of `send` on its way where any use of a parameter will wait for it; else wait now."""
         if not self._pending_gather.over:
             self._waiting_stream = compute_stream(self._parts.arena.device)
             self.pending = expect(self.params, self.ready)
@@ -484,7 +484,7 @@ def is_placeholder(p: Tensor) -> bool:
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one NaN in the shape of a parameter that is released (Note 1); of bytes, those that a NaN is made of."""
+    """Return one NaN in the shape of a released parameter (Note 1); for bytes, the bytes of a NaN."""
     value: float = float("nan") if dtype.is_floating_point else 0
     if dtype == torch.uint8:
         value = 255

@@ -87,7 +87,7 @@ class Wire:
     def gather(self, full: Tensor, fill: bool) -> Pending:
         """Start to fill `full` [total] from all shards, or second ones; moves (N-1)/N of it per rank as it travels.
 
-        fill  give it its memory, when what travels has arrived; where that is `full` itself, now
+        fill  allocate `full`: when the message has arrived, or now where the weights arrive in `full` itself
         """
         if self.codec is None:
             return self.gather_weights(full, fill)

@@ -2,15 +2,15 @@
 
 In every K-th step, of one micro-batch (of another one each time):
 
-    1. dp ranks that are neighbours trade it, with all that its forward depends on beside the weights
+    1. neighbours over dp trade it, with everything else that its forward depends on, except the weights
     2. each computes the other's, forward and backward, and keeps sums of the bits of every gradient; nothing else of
        it stays: random states, buffers, counts, gradients and traffic are as if it had not been
     3. each computes its own, as in any step, and looks at the gradients as autograd hands them over
     4. before the update the sums are traded and compared: one read of the device
 
 In a pipeline the random states before a micro-batch's forward are known when it comes: 3 is first, and then all stages
-of a dp rank compute the neighbour's micro-batch, alone in the schedule. What leaves a model chunk is hashed, too, so
-that the stage is named on which a fault began, and not those that it reached.
+of a dp rank compute the neighbour's micro-batch, alone in the schedule. The outputs of model chunks are hashed, too:
+the error then names the stage on which a fault began, and not the stages that it reached.
 
 Where a bit differs, a third dp rank and the two compute that micro-batch once more. A rank that gives two results for
 it is the culprit; else two results that agree are right. At stage 3 all ranks gather the same units in the same order,

@@ -2,7 +2,7 @@
 
 A gradient's bytes are read as words of 8, in rows of ROW. A row's words are added modulo 2^64, and the sums of rows
 with odd weights: one flipped bit changes that by 2^k times an odd number, which is never 0 modulo 2^64. A second number
-is that of columns, so that words which change places are seen, too.
+sums columns, so that words in exchanged places are seen, too.
 """
 
 from __future__ import annotations

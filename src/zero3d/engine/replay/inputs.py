@@ -60,7 +60,7 @@ class Inputs:
         return [*tensors_in(self.batch), *self.buffers, *(self.rng[name] for name in sorted(self.rng)), plain]
 
     def _like(self, sizes: list[int], data: Tensor) -> Inputs:
-        """Return what another rank has sent, which is like this."""
+        """Return another rank's inputs from its data: of the same structure as these, with tensors of these sizes."""
         left, made, place = iter(sizes), [], 0
         for like in self._tensors():
             shape, stride = ([next(left) for _ in range(like.dim())] for _ in range(2))
@@ -78,10 +78,10 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The buffers and random states of this process, as they were: what is put in their place is taken back.
+    """The buffers and random states of this process, as they were before others are put in their place.
 
     numbers  attributes of modules that forwards write beside buffers, and what was there
-    inputs   with the values, of which the micro-batch does not matter
+    inputs   the values of both; its micro-batch is not used
     """
 
     module: nn.Module

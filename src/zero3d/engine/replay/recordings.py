@@ -77,7 +77,7 @@ class InStep(Recording):
 
 
 class Again(Recording):
-    """Follows a micro-batch that belongs to no step: begins with what is given, takes gradients that no hook saw."""
+    """Follows a micro-batch that belongs to no step: begins from given inputs, and takes gradients that no hook saw."""
 
     def __init__(self, given: Given, surroundings: Mapping[int, Surroundings], parameters: Sequence[Parameter]) -> None:
         super().__init__(0)

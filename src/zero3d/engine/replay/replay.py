@@ -39,7 +39,7 @@ COMPILED = ", compiled"
 class Round(NamedTuple):
     """One micro-batch of a step, computed here and by its owner.
 
-    partner  the row of ranks whose micro-batch was computed here: this one where it is alone
+    partner         the number of the rank on dp whose micro-batch was computed here: this one's where it is alone
     own, given      this rank's micro-batch in the step, and the one that was computed here
     again           the gradients of `given`
     """
@@ -121,7 +121,7 @@ class Replay(Feature):
 
     @property
     def note(self) -> str | None:
-        """Return what replays cannot do on these ranks, as a line; None where they do all of it."""
+        """Return a line about checks that replays cannot make on these ranks; None where they make all of them."""
         if self.unlike is None:
             return None
         return (
@@ -312,7 +312,7 @@ class Replay(Feature):
 
 
 def _told(accused: Sequence[str], reason: Reason) -> str:
-    """Say who is wrong, and by what one knows that."""
+    """Return the text that names the ranks at fault, and the evidence."""
     if reason is Reason.CHANGED:
         return f"{' and '.join(accused)} computed two different gradients of one micro-batch from the same values."
     if reason is Reason.OUTVOTED:

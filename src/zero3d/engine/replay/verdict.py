@@ -1,4 +1,4 @@
-"""Who computes whose micro-batch again, and who is wrong where results differ. Ranks are those of the dp axis."""
+"""Pairs ranks that compute each other's micro-batch, and finds the one at fault. Ranks are numbers on the dp axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 def partner_of(rank: int, n: int, turn: int) -> int:
-    """Return the neighbour whose micro-batch a rank computes, which computes this rank's; itself where one is left.
+    """Return the neighbour with which a rank trades micro-batches; the rank itself where one is left over.
 
     turn  0: ranks 0 and 1, 2 and 3, ...; 1: ranks 1 and 2, 3 and 4, ... and, if n is even, the last and the first; and
           so on in turns
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 
 
 def judge(first: Mapping[int, Hashable], again: Mapping[int, Hashable]) -> Verdict:
-    """Say who is wrong, by results of one micro-batch by rank: those that differed, and those of a further try."""
+    """Find the ranks at fault, from results of one micro-batch by rank: the ones that differed, and a further try's."""
     changed = [rank for rank in first if again.get(rank, first[rank]) != first[rank]]
     if changed:
         return Verdict(changed, Reason.CHANGED)

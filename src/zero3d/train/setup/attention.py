@@ -1,4 +1,4 @@
-"""Which implementation of attention a model gets: model.attn, and what "auto" means on a device. No torch at import.
+"""Chooses a model's implementation of attention: model.attn, and the meaning of "auto" on a device. No torch at import.
 
     kernel               of                                   cards
     flash_attention_3    the package flash_attn_interface     Hopper
@@ -6,9 +6,9 @@
     the Hub's            the package kernels, and a copy      Ampere and newer
                          in the Hub's cache: no run fetches one
 
-"auto" takes the first of them that is installed, where it computes what torch's own attention (sdpa) does up to
-rounding: in bf16 or fp16, of a model and a head size that it knows, without deterministic algorithms, and of packed
-documents, whose micro-batches are then one row (models/packing.py). Elsewhere, as on CPUs, it is sdpa.
+"auto" takes the first installed one if it computes the same as torch's own attention (sdpa) up to rounding: in bf16 or
+fp16, for a model and a head size that it knows, without deterministic algorithms. Packed documents are allowed: their
+micro-batches are then one row (models/packing.py). Elsewhere, as on CPUs, it is sdpa.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ KERNELS = (
 
 
 class Attention(NamedTuple):
-    """The implementation that a model gets, None for the one that it has, and why in a line; "" where nobody asked."""
+    """A model's new implementation, None to leave it as it is, and the reason in a line; "" where nobody asked."""
 
     name: str | None
     why: str
@@ -116,7 +116,7 @@ def choose_attention(config: Config, model: nn.Module, card: tuple[int, int] | N
 
 
 def _why_not(config: Config, model: Any) -> str | None:
-    """Say why no kernel computes what torch's own attention does; None where they do."""
+    """Return why no kernel computes the same as torch's own attention; None where kernels do."""
     text = model.config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     fixed = config.zero.exact or config.health.replay > 0 or config.train.deterministic is True

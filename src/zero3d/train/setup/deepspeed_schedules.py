@@ -19,7 +19,8 @@ BETA2 = 0.99  # of every group whose momentum is cycled
 def deepspeed_rate(name: str, given: Mapping[str, Any], peak: float, steps: int, warmup: int) -> Callable[[int], float]:
     """Return the learning rate at step 0, 1, ... of `steps`.
 
-    given         options that are not left out; peak, warmup: optimizer.lr and steps of warm-up for those that are null
+    given         options that are not left out; peak, warmup: optimizer.lr and steps of warm-up, for options that are
+                  null
     """
     options = with_defaults(name, given)
     if name == "LRRangeTest":
@@ -46,7 +47,7 @@ def deepspeed_rate(name: str, given: Mapping[str, Any], peak: float, steps: int,
 
 
 class CycleOfBetas(NamedTuple):
-    """Adam's betas that move against the rate. first: what groups begin with; at: the cycle's at step 0, 1, ..."""
+    """Adam's betas that move against the rate. first: of groups at the beginning; at: the cycle's at step 0, 1, ..."""
 
     first: tuple[float, float]
     at: Callable[[int], tuple[float, float]]

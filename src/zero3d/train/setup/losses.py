@@ -31,7 +31,7 @@ def next_token_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, T
 
 
 def own_loss(model: nn.Module) -> Callable[..., Any] | None:
-    """Return what computes a model's loss from its output; None where the model does that itself."""
+    """Return a function of a model's loss from its output; None where the model computes its loss itself."""
     return None if "labels" in inspect.signature(model.forward).parameters else next_token_loss
 
 

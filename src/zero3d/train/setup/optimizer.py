@@ -38,9 +38,9 @@ def adamw(
 
 
 def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]]:
-    """Name the parameters that differ from the rest: those without weight decay, and those of `optimizer.groups`.
+    """Name the parameters that differ from the rest: without weight decay, or in a group of `optimizer.groups`.
 
-    Without weight decay are those of `no_decay`, by default `norms_and_biases`, in every group. The rest, with the
+    Parameters of `no_decay`, by default `norms_and_biases`, have no weight decay in any group. The rest, with the
     section's own numbers, needs no name where there are no groups. Raises ConfigError for a group that names nothing.
     """
     own = choice.groups or ()
@@ -63,11 +63,11 @@ def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]
 
 
 def norms_and_biases(model: nn.Module) -> set[str]:
-    """Return the parameters that have no weight decay by default: norms, biases, and what has one dimension.
+    """Return the parameters without weight decay by default: norms, biases, and all parameters of one dimension.
 
     Some norms and biases have two: norms per head [heads, width], biases of stacked experts [experts, out]. So names
-    decide, as for transformers' Trainer, and what has the parameter: a module whose class is a norm. Trainer decays
-    more: rates of recurrences (A_log), what a model marks with `_no_weight_decay`, and what has one dimension and is
+    decide, as for transformers' Trainer, and the class of the parameter's module: a norm. Trainer decays more: rates of
+    recurrences (A_log), parameters that a model marks with `_no_weight_decay`, and those of one dimension that are
     neither norm nor bias, such as a scale or a learned token. The name of the base model is no name of a norm
     (roberta_prelayernorm, where Trainer decays nothing).
     """

@@ -55,7 +55,7 @@ def is_installed(module: str) -> bool:
 
 
 def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield what asks for a package, the package, and the extra that installs it."""
+    """Yield each setting that needs a package, the package, and the extra that installs it."""
     if config.lora.rank is not None:
         yield "lora.rank", "peft", "hf"
     if config.data.images is not None:

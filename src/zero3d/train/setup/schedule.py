@@ -88,7 +88,7 @@ class CycledBetas(LambdaLR):
         self.move_betas()
 
     def move_betas(self) -> None:
-        """Give every group those of the step that it is at."""
+        """Give every group the betas of the current step."""
         for group in self.optimizer.param_groups:
             group["betas"] = self._betas.at(self.last_epoch) if self.last_epoch else self._betas.first
 

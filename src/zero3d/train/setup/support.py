@@ -6,7 +6,7 @@
     images      its vision tower runs on a blank image
     packing     documents of one sequence do not see each other
     fused       matrices that are several in one, which tp cuts each by itself
-    lora        what PEFT, or else this project, adapts where lora.targets names nothing
+    lora        the layers that PEFT, or else this project, adapts if lora.targets names none
     quantize    layers of a frozen copy are packed, and their bytes in each format counted
 
 Parameters are on the meta device. Each answer is a row; a row that says no has the engine's own words.
@@ -51,7 +51,7 @@ PACKED = ("packed_colwise", "packed_rowwise")
 
 
 class Row(NamedTuple):
-    """An answer: yes, no, or None where the question does not arise; what degrees or names; why not."""
+    """An answer: yes, no, or None where the question does not arise; the degrees or names; the reason of a no."""
 
     name: str
     supported: bool | None
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Lists what a model is made of, and what it supports."""
+    """Lists a model's parts, and the features that it supports."""
 
     model: str
     parameters: int

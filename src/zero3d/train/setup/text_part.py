@@ -3,7 +3,7 @@
 A folder of Qwen3.5 or Llama 4 opens whole. Pipelines, sp and packing ask more of a model with a tower than of its
 language model alone, so a refusal of one of them names the other, where that passes the same check.
 
-Before there was model.part such a folder opened as its language model, and a run of then has no word of it: its
+Before there was model.part such a folder opened as its language model, and a run of that time does not note it: its
 checkpoints are known by the names of their parameters.
 """
 
@@ -45,7 +45,7 @@ def naming_text_part(config: Config) -> Iterator[None]:
 
 
 def _remedy(config: Config, error: str) -> str:
-    """Return what to type where the language model alone passes the check that an error is of; else ""."""
+    """Return the setting to type if the language model alone passes the failed check of `error`; else ""."""
     both = _text_and_whole(config)
     if both is None:
         return ""
@@ -57,7 +57,7 @@ def _remedy(config: Config, error: str) -> str:
 
 
 def _checks(config: Config) -> Iterator[Check]:
-    """Yield the checks of what is asked that depend on what a model is made of."""
+    """Yield the checks that a configuration asks for and that depend on the model's parts."""
     mesh = config.mesh
     tp = mesh.tp or 1
     if (mesh.pp or 1) > 1:
@@ -72,7 +72,7 @@ def _checks(config: Config) -> Iterator[Check]:
 
 
 def _refusal(check: Check, model: nn.Module) -> str:
-    """Return what a check says of a model that does not pass it; "" of one that does."""
+    """Return a check's error for a model; "" if the model passes."""
     try:
         check(model)
     except ConfigError as error:
@@ -102,7 +102,7 @@ def part_of(config: Config, parameters: Collection[str]) -> str:
 
 
 def older_run(config: Config, parameters: Collection[str]) -> str:
-    """Return what to type where a checkpoint is of the language model alone, and the configuration's is whole."""
+    """Return the setting to type if a checkpoint has the language model alone, and the configuration the whole one."""
     if part_of(config, parameters) == config.model.part:
         return ""
     return (

@@ -55,7 +55,6 @@ def _has_images(config: Config) -> bool:
 
 
 def _all_are_texts(config: Config) -> bool:
-    """Say whether those first records are conversations of texts alone."""
     for part in parts_of_data(config.data):
         if function := function_of(part):
             firsts: list[Record | None] = [record_of(OwnData(function).item(0), function)]

@@ -81,7 +81,6 @@ class ExactShard(GradientShard):
             self._put(self._slot(first.buffer) if self._per_step else first.buffer)
 
     def _slot(self, sums: Tensor) -> Tensor:
-        """Return this rank's slot of a buffer of the whole unit's sums."""
         return self._parts.slot(self._first_row(sums))
 
     @property
@@ -130,7 +129,6 @@ class ExactShard(GradientShard):
         return add_tree(rows, self._sum_of_sources, self._arena)
 
     def _sum(self, terms: list[Tensor]) -> None:
-        """Add up what came from all ranks."""
         if not self._per_step:
             self._provide(self._counter.count + 1)
             self._push(terms)

@@ -35,8 +35,8 @@ class ExactOptimizer(ShardedOptimizer):
     def _norms(self, factor: float | Tensor) -> Norms:
         """Unscale all gradients, and return the norms of this rank's cells of the grid, 64/N of them for N shards.
 
-        Each is that of its pieces in model order. Behind them are as many of experts, whose cells are on other ranks
-        where these are shared out.
+        Each is the norm of the cell's pieces in model order. Behind them are as many norms of experts' cells, which are
+        on other ranks where experts are shared out.
         """
         norms = self._unscaled_norms(list(self._in_cells()), factor)
         pieces = sorted(norms, key=lambda piece: (piece.cell, piece.place))

@@ -79,7 +79,7 @@ class Summands:
         return self._usual * self.comm.size // self.parts
 
     def state(self, tp: int, pp: int) -> dict[str, Any]:
-        """Return what a checkpoint stores; `covers`: degrees and rows with which a resumed run has the same bits."""
+        """Return the state for a checkpoint; `covers`: degrees and rows with which a resumed run has the same bits."""
         rows = [1 << i for i in range(CANONICAL.bit_length()) if self.per_batch % (1 << i) == 0]
         fits = [n * self.parts for n in rows if n * self.parts <= CANONICAL]
         covers = {"dp": fits, "tp": tp, "pp": pp, "rows": self.rows}
@@ -121,7 +121,7 @@ class Summands:
 
 
 def check_exact(n: int) -> None:
-    """Raise ConfigError for a dp whose sums are not those of others."""
+    """Raise ConfigError for a dp degree at which sums would have other bits."""
     if n & (n - 1) or CANONICAL % n:
         near = [str(1 << n.bit_length() - 1), str(1 << n.bit_length())]
         ways = " or ".join(f"dp={degree}" for degree in near if int(degree) <= CANONICAL) or f"dp={CANONICAL}"
