@@ -104,10 +104,11 @@ def test_a_run_whose_folder_is_locked_still_goes_on(tmp_path, capsys):
     assert second.startswith(f"  process {process} on host ")
 
 
-def test_a_line_that_was_cut_off_is_counted_and_the_rest_is_shown(tmp_path, capsys):
+@pytest.mark.parametrize("line", ['{"step": 13, "lo', f'{{"step": 13, "loss": 1{"0" * 400}}}'], ids=["cut off", "huge"])
+def test_a_line_that_is_no_record_is_counted_and_the_rest_is_shown(tmp_path, capsys, line):
     output = left(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "lo')
+        file.write(line)
     text = told(capsys, output)
     assert "step 12 of 12" in text
     assert f"not shown: 1 line of {tmp_path / 'metrics.jsonl'}, cut off or no record" in text
