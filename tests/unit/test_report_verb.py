@@ -1,6 +1,7 @@
 """`zero3d report OUTPUT`: what it makes of a run's folder, whoever has written it, and of folders of no run."""
 
 import json
+import os
 import re
 
 import pytest
@@ -94,6 +95,45 @@ def test_how_a_run_ended_is_said_with_its_last_words(tmp_path, capsys, ended, fi
     first, *lines = told(capsys, left(tmp_path, REPORT | {"ended": ended}, **files)).splitlines()
     assert first.endswith(f", {state}")
     assert any(line.startswith(f"  {said}") for line in lines)
+
+
+def test_what_an_earlier_session_was_told_is_no_word_of_this_one(tmp_path, capsys):
+    """A post-mortem that is older than the last checkpoint, and one beside a run that has finished since."""
+    post_mortem = {"out-of-memory.txt": "rank 1 of 2 ran out of memory\nstep 3\nrows"}
+    output = left(tmp_path, REPORT | {"ended": None}, **post_mortem)
+    os.utime(tmp_path / "out-of-memory.txt", (0, 0))
+    first, second, *_ = told(capsys, output).splitlines()
+    assert first.endswith(", died")
+    assert second.startswith("  it left no word")
+    text = told(capsys, left(tmp_path, **post_mortem))
+    assert "finished" in text
+    assert "ran out of memory" not in text
+
+
+def test_a_run_that_was_shortened_and_went_on_has_the_steps_of_its_last_session(tmp_path, capsys):
+    session = {"steps": 15, "session_steps": 4}
+    moved = [TrafficRow("all_gather", MOVED, MOVED, True).as_json()]
+    memory = [MemoryRow("parameters", "bf16", 1_000, False, 1_000, True, place=place) for place in ("device", "host")]
+    report = REPORT | session | {"memory": [row.as_json() for row in memory], "traffic": moved}
+    text = told(capsys, left(tmp_path, report))
+    assert "step 12 of 15; 12 steps in 6.0 s" in text
+    assert re.search(r"traffic .*4 steps", text)
+    assert re.search(r"host +", text)
+
+
+def test_times_of_a_run_without_records_are_those_of_its_engine(tmp_path, capsys):
+    times = [{"part": "backward", "seconds": 0.25, "least": None, "mean": None, "largest": None}]
+    text = told(capsys, left(tmp_path, REPORT | {"engine": ENGINE | {"times": times}}, steps=0))
+    assert ["backward", "0.25"] in [line.split() for line in text.splitlines()]
+
+
+def test_a_part_s_time_is_the_mean_of_the_records_that_have_it(tmp_path, capsys):
+    output = left(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": NaN, "seconds": 0.5}\n')
+    found = json.loads(told(capsys, output, "--json"))
+    assert found["times"][0]["mean"] == pytest.approx(0.65)
+    assert found["losses"][-1] is None
 
 
 def test_a_run_whose_folder_is_locked_still_goes_on(tmp_path, capsys):
