@@ -98,10 +98,14 @@ def test_how_a_run_ended_is_said_with_its_last_words(tmp_path, capsys, ended, fi
 
 
 def test_what_an_earlier_session_was_told_is_no_word_of_this_one(tmp_path, capsys):
-    """A post-mortem that is older than the last checkpoint, and one beside a run that has finished since."""
+    """What the watchdog and a post-mortem said before the last checkpoint, or of a run that has finished since."""
     post_mortem = {"out-of-memory.txt": "rank 1 of 2 ran out of memory\nstep 3\nrows"}
     output = left(tmp_path, REPORT | {"ended": None}, **post_mortem)
     os.utime(tmp_path / "out-of-memory.txt", (0, 0))
+    (tmp_path / "watchdog.json").write_text(
+        json.dumps(json.loads(WATCHDOG) | {"step": 3, "time": "2020-01-01T00:00:00Z"})
+    )
+    (tmp_path / ".lock").touch()
     first, second, *_ = told(capsys, output).splitlines()
     assert first.endswith(", died")
     assert second.startswith("  it left no word")
@@ -159,6 +163,7 @@ def test_a_line_that_is_no_record_is_counted_and_the_rest_is_shown(tmp_path, cap
 ])  # fmt: skip
 def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path, capsys, report, steps, said):
     text = told(capsys, left(tmp_path, report, steps))
+    assert text.splitlines()[0].endswith(", finished" if report == REPORT else ", not known")
     assert "optimizer.lr" in text
     assert said in text
 
