@@ -51,3 +51,14 @@ def test_a_run_that_is_stopped_says_where_and_one_that_goes_on_is_a_session_of_i
     train(made, resume="auto")
     left = report_of(made)
     assert (left["step"], left["session_steps"], left["ended"]["how"]) == (5, 2, "finished")
+
+
+def test_records_that_are_logged_have_the_times_of_the_steps_before_them_and_the_report_has_their_mean(made):
+    """The first step counts in none, and the last record is one of them."""
+    records = train(made | {"log": {"every": 2}})
+    known = [record for record in records if "forward_s" in record]
+    assert [record["step"] for record in known] == [4, 5]
+    times = {row["part"]: row["mean"] for row in report_of(made)["engine"]["times"]}
+    assert {"data", "forward", "backward", "update"} <= set(times)
+    for part in times:
+        assert times[part] == pytest.approx(sum(record.get(f"{part}_s", 0.0) for record in known) / len(known))

@@ -16,6 +16,7 @@ from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.spec.text import size
 from zero3d.tools.advice.plan_check import CHECKED_STEP, PlanCheck, check_line, rates_from
+from zero3d.tools.advice.planner import RunPlanner
 from zero3d.tools.plan.corrected import corrected, scaled
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
@@ -120,6 +121,12 @@ def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path)
     made = made | {"train": {"steps": 3}, "output": str(tmp_path / "third")}
     (note,) = about_plans(ranks(1, said, made)[0])
     assert note.startswith("no plan to compare this run with: Unnamed has no list of two or more blocks")
+
+
+def test_all_ranks_check_a_plan_that_the_first_alone_has_for_they_measure_together():
+    config, engine = SimpleNamespace(output="out", plan=SimpleNamespace(cluster=None)), SimpleNamespace()
+    assert isinstance(RunPlanner().check(config, engine, None, CHECKED_STEP), PlanCheck)
+    assert RunPlanner().check(config, engine, None, CHECKED_STEP - 1) is None
 
 
 def test_a_profile_of_another_machine_is_said_and_not_planned_with(ranks, tmp_path):

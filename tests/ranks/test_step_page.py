@@ -5,17 +5,21 @@ import inspect
 import re
 import sys
 import textwrap
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from models import batch, net
+from models import batch, loss_of, net
+from torch.optim.lr_scheduler import LambdaLR
 
 import zero3d
 from zero3d.engine import step as page
 from zero3d.engine.execution import Direct
+from zero3d.engine.health import Health
 from zero3d.engine.step import Stepper
-from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer
 
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 OWNERS = {"self": Stepper, "execution": Direct, "optimizer": ShardedOptimizer}
@@ -110,6 +114,56 @@ def test_what_the_page_says_of_hooks_happens_inside_of_its_calls(steps):
             named = set(CALLED.findall(said[name]))
             assert len(named) >= 2
             assert named <= inside(calls, call)
+
+
+def test_what_is_behind_a_decision_comes_in_the_order_of_the_page():
+    """The count of steps first, whatever fails behind it; features before the loss scale falls; then the schedule."""
+    seen = []
+    engine = zero3d.Engine(net(), stage=2, precision="fp16", scheduler=lambda torchs: LambdaLR(torchs, lambda _: 1.0))
+    scales = [engine.loss_scale.value]
+
+    def after_update(_, outcome):
+        seen.append((outcome.reason, engine.steps, engine.loss_scale.value))
+
+    engine._parts.hooks[0].without_weights.add("of an earlier step")
+    with mock.patch.object(Health, "after_update", after_update):
+        for factor in (1.0, 1e30, 1e30):  # the first overflow costs patience alone
+            engine.backward(factor * loss_of(engine, batch(0)))
+            engine.step()
+            scales.append(engine.loss_scale.value)
+    assert seen == [(APPLIED, 1, scales[0]), (OVERFLOW, 1, scales[1]), (OVERFLOW, 1, scales[2])]
+    assert scales[3] < scales[2]
+    assert not engine._parts.hooks[0].without_weights
+
+
+def test_a_step_whose_update_fails_is_forgotten():
+    engine = zero3d.Engine(net(), stage=2)
+    with mock.patch.object(ShardedOptimizer, "update", side_effect=RuntimeError("an optimizer's own")):
+        engine.backward(loss_of(engine, batch(0)))
+        with pytest.raises(RuntimeError, match="own"):
+            engine.step()
+    assert not engine.accumulation.reached
+    assert engine.step().reason == NOT_DUE  # nothing is left of it
+
+
+def test_a_step_that_is_not_due_returns_with_the_weights_of_the_last_one_in_place():
+    engine = zero3d.Engine(net(), stage=2)
+    with mock.patch.object(ShardedOptimizer, "wait", autospec=True) as wait:
+        engine.step()
+    wait.assert_called_once()
+
+
+def test_logits_are_gone_when_their_backward_begins():
+    outputs, seen = [], []
+
+    def loss(output, _):
+        outputs.append(weakref.ref(output))
+        total = output.float().sum()
+        total.register_hook(lambda _: seen.append(outputs[-1]() is None))
+        return total, output.numel()
+
+    zero3d.Engine(net(), stage=2, loss=loss, accumulate=2).train_batch([batch(0), batch(1)])
+    assert seen == [True, True]
 
 
 def test_architecture_shows_the_page_as_it_is():

@@ -4,10 +4,35 @@ from unittest import mock
 
 import pytest
 import torch
+from models import batch
+from pipelines import build, engine_of, micro_batches
 
+import zero3d
+from zero3d.engine.checkpoints import Checkpoints
+from zero3d.engine.execution import Direct
+from zero3d.offload.updates import RecordUpdates
+from zero3d.pipeline.chunks import Chunks
+from zero3d.pipeline.messages import Sends
 from zero3d.train.step_times import fields, of_history, where_it_went
 from zero3d.zero.clocks import Clocks
-from zero3d.zero.step_parts import BACKWARD, DATA, EVALUATION, FORWARD, GATHERS, OTHER, PARTS, UPDATE, OverRanks
+from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.reductions import Reductions
+from zero3d.zero.step_parts import (
+    BACKWARD,
+    BUBBLE,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    GATHERS,
+    OFFLOAD,
+    OTHER,
+    PARTS,
+    REDUCTIONS,
+    SAVES,
+    UPDATE,
+    OverRanks,
+)
+from zero3d.zero.streams import SideStream
 
 CUDA = torch.device("cuda", 0)
 
@@ -101,6 +126,18 @@ def test_clocks_that_are_off_measure_nothing(now):
     assert not any(clocks.window())
 
 
+def test_rows_have_the_means_of_what_all_ranks_windows_come_to(now):
+    clocks = Clocks(torch.device("cpu"))
+    step(clocks, now)
+    for told in (over_ranks(forward=(1.0, 2.0, 3.0), data=(0.0, 1.0, 2.0)), over_ranks(forward=(3.0, 4.0, 6.0))):
+        step(clocks, now)
+        clocks.window()
+        clocks.hear(told)
+    rows = {row.part: row for row in clocks.rows()}
+    assert rows[FORWARD] == (FORWARD, 1.0, 2.0, 3.0, 4.5)
+    assert rows[DATA] == (DATA, 0.0, 0.0, 0.5, 1.0)  # this rank waited for none
+
+
 # --- by events of a device ------------------------------------------------------------------------
 
 
@@ -164,6 +201,23 @@ def test_a_device_s_step_is_read_when_the_device_has_passed_it_and_events_are_us
         step(clocks, device)
     assert clocks.steps == 7
     assert len(Event.made) == many
+
+
+def test_a_device_s_time_begins_with_its_first_part(device):
+    clocks, Event.passed = clocks_of_device(), 100
+    step(clocks, device)
+    assert seconds(clocks) == {FORWARD: 1.0, BACKWARD: 2.0, GATHERS: 0.25, UPDATE: 0.5}
+
+
+def test_events_of_a_step_of_many_parts_are_read_and_used_again_before_its_end(device):
+    clocks, Event.passed = clocks_of_device(), 1000
+    with mock.patch("zero3d.zero.clocks.PENDING", 8):
+        for _ in range(100):
+            with clocks.of(FORWARD):
+                device.now += 1.0
+    assert len(Event.made) == 8
+    clocks.end_step()
+    assert seconds(clocks) == {FORWARD: 100.0}
 
 
 def test_a_device_gives_the_seconds_that_the_host_s_clock_gives(device):
@@ -232,3 +286,81 @@ def test_what_happens_while_clocks_are_off_is_nobody_s(now):
     now.now += 1.0
     step(clocks, now)
     assert seconds(clocks) == {FORWARD: 1.0, BACKWARD: 2.0, GATHERS: 0.25, UPDATE: 0.5, OTHER: 1.0}
+
+
+# --- in an engine ---------------------------------------------------------------------------------
+
+
+def trained(engine):
+    engine.train_batch(micro_batches(0, 0, 2))
+
+
+def own_loop(engine):
+    engine.backward(engine(batch(0)).float().logsumexp(-1).mean(), last=True)
+    engine.step()
+    engine.optimizer.flush()
+
+
+def called_without_grad(engine):
+    with torch.no_grad():
+        engine(batch(0))
+
+
+def evaluated(engine):
+    engine.evaluate(micro_batches(0, 0, 1))
+
+
+def found(action, owner, name, pp=1, **options):
+    """The parts in which a second passes with every call of a method, and at no other time."""
+    real = getattr(owner, name)
+
+    def late(*args, **kwargs):
+        time.now += 1.0
+        return real(*args, **kwargs)
+
+    with mock.patch("time.perf_counter", Time()) as time, mock.patch.object(owner, name, late):
+        engine = engine_of(build("net", 2), zero3d.Mesh(pp=pp), **options)
+        engine.clocks.end_step()  # the first step, which no row has
+        begun = time.now
+        action(engine)
+        engine.clocks.end_step()
+    assert time.now > begun
+    return {row.part for row in engine.clocks.rows()}
+
+
+@pytest.mark.parametrize(("action", "owner", "name", "part"), [
+    (trained, Direct, "forward", FORWARD), (trained, Direct, "loss", FORWARD),
+    (trained, Direct, "backward_sum", BACKWARD), (trained, ShardedOptimizer, "update", UPDATE),
+    (own_loop, Direct, "call", FORWARD), (own_loop, Direct, "backward", BACKWARD),
+    (own_loop, ShardedOptimizer, "measure", UPDATE),
+    (called_without_grad, Direct, "call", EVALUATION), (evaluated, Direct, "forward", EVALUATION),
+])  # fmt: skip
+def test_time_is_that_of_the_part_in_which_it_passes(action, owner, name, part):
+    assert found(action, owner, name) == {part}
+
+
+def test_a_save_s_time_is_its_own_with_all_that_it_calls(tmp_path):
+    assert found(lambda engine: engine.save(tmp_path), Checkpoints, "save") == {SAVES}
+
+
+def test_updates_off_the_device_are_waits_for_states():
+    assert found(own_loop, RecordUpdates, "_make_due", offload={"optimizer": "host"}) == {OFFLOAD}
+
+
+def waits_of_two():
+    """On a rank of two: the parts in which compute waits for what side streams do, by stage."""
+    return [found(trained, SideStream, "join", stage=stage) for stage in (2, 3)]
+
+
+def test_waits_for_weights_and_sums_are_no_forwards_and_backwards(ranks):
+    assert ranks(2, waits_of_two) == [[{REDUCTIONS}, {GATHERS, REDUCTIONS}]] * 2
+
+
+def parts_of_pipelines():
+    """On a pipeline stage: the parts of its forward and backward, and of what is left to send."""
+    places = (Chunks, "run"), (Reductions, "sweep"), (Sends, "finish")
+    return [found(trained, *place, pp=2) for place in places]
+
+
+def test_what_a_pipeline_stage_waits_for_is_no_compute(ranks):
+    assert ranks(2, parts_of_pipelines) == [[{FORWARD}, {BACKWARD}, {BUBBLE}]] * 2

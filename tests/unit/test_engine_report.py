@@ -9,7 +9,7 @@ from models import adamw, batch, build, loss_of
 
 import zero3d
 from zero3d.engine.report import Report
-from zero3d.engine.report_view import as_html, as_text
+from zero3d.engine.report_view import as_html, as_text, memory, settings
 from zero3d.zero.step_parts import PartTime
 
 
@@ -44,12 +44,20 @@ def test_memory_is_that_of_the_engine_and_at_rest_as_the_arena_has_it(engine, re
     assert at_rest.keys() == {"parameters", "gradients", "optimizer", "padding"}
     assert [by_formula for by_formula, _ in at_rest.values()] == [now for _, now in at_rest.values()]
     assert at_rest["gradients"] == (0, 0)
+    assert {row.dtype for row in report.memory if row.category in ("gathered", "bucket", "wire")} == {"-"}  # one rank
     assert all(row.peak <= row.bound for row in report.memory if row.bound is not None)
+
+
+def test_what_is_off_the_device_is_at_rest_as_its_arena_has_it():
+    memory = engine_after(1, offload={"optimizer": "host"}).report().memory
+    away = [row for row in memory if row.place != "device" and row.planned is not None]
+    assert away
+    assert [row.at_rest for row in away] == [row.now for row in away]
 
 
 def test_settings_are_all_keywords_with_what_was_not_given(report):
     assert setting(report, "precision")[1:3] == ("bf16", "bf16")
-    assert setting(report, "clip_norm")[1:3] == (1.0, 1.0)
+    assert setting(report, "clip_norm")[1:] == (1.0, 1.0, None)
     assert setting(report, "stage")[1:3] == (2, 3)
     assert setting(report, "reduce").became == "every_micro_batch"
     assert setting(report, "optimizer").became.startswith("AdamW(lr=0.01, ")
@@ -94,6 +102,15 @@ def test_a_table_that_a_narrow_terminal_cannot_hold_is_wider_and_has_all_of_its_
     assert kind in rows
 
 
+def test_what_comes_and_goes_is_planned_by_its_bound_and_what_auto_has_become_has_a_row():
+    comes = {"category": "wire", "place": "device", "dtype": "bf16", "planned": None, "bound": 2000, "measured": 1000}
+    assert memory({"memory": [comes]}).rows == [["wire", "bf16", "", "2.00 kB", "1.00 kB", "", ""]]
+    rows = [{"name": name, "value": "auto", "default": "auto"} for name in ("reduce", "release")]
+    assert settings({"settings": [rows[0] | {"became": "every_step"}, rows[1]]}).rows == [
+        ["reduce", "auto", "the default", "every_step"]
+    ]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_text_fits_its_width_and_cuts_no_figure(report, width):
     text = as_text(report.as_json(), width)
@@ -119,6 +136,7 @@ def test_times_have_the_least_the_mean_and_the_largest_over_ranks(report):
 
 def test_a_notebook_has_tables_whose_text_is_escaped(report):
     assert report._repr_html_().count("<table>") == 4
+    assert "<td>reduce_dtype</td><td>fp32</td><td>the default</td>" in report._repr_html_()
     tree = report.as_json() | {"notes": ["<script>alert(1)</script>"]}
     assert "<script>" not in as_html(tree)
     assert "&lt;script&gt;" in as_html(tree)
@@ -133,11 +151,12 @@ def test_a_tree_of_other_types_still_prints(tree):
     assert "\x1b" not in text
 
 
-def sent(stage):
+def sent(stage, accumulate, reduce):
     """On a rank: what a ledger of two steps has, twice what a step sends by formula; then what an evaluation spoils."""
-    engine = zero3d.Engine(build("net"), stage=stage, optimizer=adamw)
+    engine = zero3d.Engine(build("net"), stage=stage, optimizer=adamw, accumulate=accumulate, reduce=reduce)
     rank = engine.mesh.rank
-    for k in range(2):
+    assert stage == 1 or engine.report().step_traffic is None  # no step has said how often units are gathered
+    for k in range(2 * accumulate):
         engine.backward(loss_of(engine, batch(k, rank)))
         engine.step()
     report = engine.report()
@@ -147,7 +166,8 @@ def sent(stage):
 
 
 def test_a_step_sends_by_formula_what_the_ledger_has_of_each(ranks):
-    for report, after in [*ranks(2, sent, 1), *ranks(2, sent, 3)]:
+    cases = (1, 1, "auto"), (3, 2, "every_step"), (3, 2, "every_micro_batch")
+    for report, after in (found for case in cases for found in ranks(2, sent, *case)):
         assert isinstance(report, Report)
         assert report.step_traffic
         twice = {row.operation: tuple(2 * figure for figure in row[2:]) for row in report.step_traffic}

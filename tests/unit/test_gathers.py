@@ -182,6 +182,16 @@ def test_a_forward_gathers_nothing_ahead_for_its_backward_which_does_so_itself()
         ]
 
 
+def test_a_backward_bounds_what_is_near_but_not_what_has_a_long_way():
+    """What comes from a host or a disk is asked for AHEAD units early, whichever way the model goes."""
+    order, units = Order(), "abcdefg"
+    for _ in range(2):
+        order.begin()
+        planned = [order.follow(unit, in_backward=unit in "defg") for unit in units]
+    words = [("".join(each.near), "".join(each.far)) for each in planned]
+    assert words == [("bc", "d"), ("c", "e"), ("", "f"), ("ef", "g"), ("fg", ""), ("g", ""), ("", "")]
+
+
 def test_a_forward_without_grad_has_a_plan_of_its_own_and_the_micro_batch_around_it_goes_on():
     model, order = Model(), Order()
     for _ in range(2):

@@ -145,3 +145,11 @@ def test_the_store_of_new_groups_is_asked_while_an_earlier_one_still_owes_an_ans
     axis.leave_note("rank 0 has no memory left")
     assert str(raised_of(LOST[1])).startswith("rank 0 has no memory left (rank 1 of axis dp waited ")
     assert silent.asked == 1
+
+
+def test_a_store_that_has_answered_since_is_asked_again(silent):
+    assert axis.read_note() == ""
+    silent.mended.set()
+    axis._unanswered[silent].join()
+    assert axis.read_note() == ""
+    assert silent.asked == 2

@@ -32,6 +32,7 @@ from zero3d.tools.plan.footprint import footprints
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.memory import instants, memory
 from zero3d.tools.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
+from zero3d.tools.plan.windows import backwards
 
 # --- one rank class, at stage 3 -------------------------------------------------------------------
 # bf16 weights (2 bytes) are gathered; local gradients wait in buckets (2) and travel as they are: the terms of all
@@ -50,6 +51,26 @@ def test_the_head_s_logits_beside_all_that_is_kept_and_two_blocks_gathered_ahead
     found = dict(instants(model, ParallelPlan(stage=3, micro_batch=2, dp=2)))
     assert found["logits and loss"]["gathered"] == 2 * ENDS
     assert at(model, "logits and loss", dp=2, stage=2)["temporary"] == TOKENS * MUCH  # nothing is gathered
+
+
+def test_a_loss_is_the_fullest_instant_where_no_part_s_backward_has_as_much():
+    """Also where what it has more than these is less than the weights that are gathered for it."""
+    plan = ParallelPlan(stage=3, micro_batch=2, dp=2, accumulate=2)
+    for margin in (ENDS, 10**6):
+        alike = dict(instants(model_of("head", instants=(Instant(0.0, MUCH),)), plan))
+        loss = sum(alike["logits and loss"].values())
+        more = max(sum(alike[f"backward of blocks.{block}"].values()) for block in range(BLOCKS)) - loss
+        model = model_of("head", instants=(Instant(0.0, MUCH - (more + margin) / TOKENS),))
+        assert memory(model, plan).instant == "logits and loss"
+
+
+def test_what_is_gathered_ahead_is_as_large_as_it_is_where_blocks_differ():
+    model = model_of(blocks=9)
+    double = replace(model.blocks[0], units=(Unit("blocks.0", (Weight("double", (256, 384), cut=0),)),))
+    parts = tuple(double if part is model.blocks[0] else part for part in model.parts)
+    (backward,) = backwards(replace(model, parts=parts), ParallelPlan(stage=3, micro_batch=2, dp=2), 0).values()
+    gathered = [windows.gathered for windows in backward.turns[3:8]]  # of blocks 6 to 2, each before two others
+    assert gathered == [2 * 3 * BLOCK] * 4 + [2 * 4 * BLOCK]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4, 9])

@@ -1,6 +1,7 @@
 """`zero3d report OUTPUT`: what it makes of a run's folder, whoever has written it, and of folders of no run."""
 
 import json
+import os
 import re
 
 import pytest
@@ -112,6 +113,49 @@ def test_how_a_run_ended_is_said_with_its_last_words(tmp_path, capsys, ended, fi
     assert any(line.startswith(f"  {said}") for line in lines)
 
 
+def test_what_an_earlier_session_was_told_is_no_word_of_this_one(tmp_path, capsys):
+    """What the watchdog and a post-mortem said before the last checkpoint, or of a run that has finished since."""
+    post_mortem = {"out-of-memory.txt": "rank 1 of 2 ran out of memory\nstep 3\nrows"}
+    output = left(tmp_path, REPORT | {"ended": None}, **post_mortem)
+    os.utime(tmp_path / "out-of-memory.txt", (0, 0))
+    (tmp_path / "watchdog.json").write_text(
+        json.dumps(json.loads(WATCHDOG) | {"step": 3, "time": "2020-01-01T00:00:00Z"})
+    )
+    (tmp_path / ".lock").touch()
+    first, second, *_ = told(capsys, output).splitlines()
+    assert first.endswith(", died")
+    assert second.startswith("  it left no word")
+    text = told(capsys, left(tmp_path, **post_mortem))
+    assert "finished" in text
+    assert "ran out of memory" not in text
+
+
+def test_a_run_that_was_shortened_and_went_on_has_the_steps_of_its_last_session(tmp_path, capsys):
+    session = {"steps": 15, "session_steps": 4}
+    moved = [TrafficRow("all_gather", MOVED, MOVED, True).as_json()]
+    memory = [MemoryRow("parameters", "bf16", 1_000, False, 1_000, True, place=place) for place in ("device", "host")]
+    report = REPORT | session | {"memory": [row.as_json() for row in memory], "traffic": moved}
+    text = told(capsys, left(tmp_path, report))
+    assert "step 12 of 15; 12 steps in 6.0 s" in text
+    assert re.search(r"traffic .*4 steps", text)
+    assert re.search(r"host +", text)
+
+
+def test_times_of_a_run_without_records_are_those_of_its_engine(tmp_path, capsys):
+    times = [{"part": "backward", "seconds": 0.25, "least": None, "mean": None, "largest": None}]
+    text = told(capsys, left(tmp_path, REPORT | {"engine": ENGINE | {"times": times}}, steps=0))
+    assert ["backward", "0.25"] in [line.split() for line in text.splitlines()]
+
+
+def test_a_part_s_time_is_the_mean_of_the_records_that_have_it(tmp_path, capsys):
+    output = left(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": NaN, "seconds": 0.5}\n')
+    found = json.loads(told(capsys, output, "--json"))
+    assert found["times"][0]["mean"] == pytest.approx(0.65)
+    assert found["losses"][-1] is None
+
+
 def test_a_run_whose_folder_is_locked_still_goes_on(tmp_path, capsys):
     output = left(tmp_path, REPORT | {"ended": None})
     with locked_by_another(tmp_path) as process:
@@ -120,10 +164,11 @@ def test_a_run_whose_folder_is_locked_still_goes_on(tmp_path, capsys):
     assert second.startswith(f"  process {process} on host ")
 
 
-def test_a_line_that_was_cut_off_is_counted_and_the_rest_is_shown(tmp_path, capsys):
+@pytest.mark.parametrize("line", ['{"step": 13, "lo', f'{{"step": 13, "loss": 1{"0" * 400}}}'], ids=["cut off", "huge"])
+def test_a_line_that_is_no_record_is_counted_and_the_rest_is_shown(tmp_path, capsys, line):
     output = left(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "lo')
+        file.write(line)
     text = told(capsys, output)
     assert "step 12 of 12" in text
     assert f"not shown: 1 line of {tmp_path / 'metrics.jsonl'}, cut off or no record" in text
@@ -134,6 +179,7 @@ def test_a_line_that_was_cut_off_is_counted_and_the_rest_is_shown(tmp_path, caps
 ])  # fmt: skip
 def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path, capsys, report, steps, said):
     text = told(capsys, left(tmp_path, report, steps))
+    assert text.splitlines()[0].endswith(", finished" if report == REPORT else ", not known")
     assert "optimizer.lr" in text
     assert said in text
 

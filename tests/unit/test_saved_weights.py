@@ -640,6 +640,20 @@ def test_those_whose_memory_is_freed_are_named_and_those_of_one_rank_are_there(r
         assert applied
 
 
+def micro_batches_behind_a_failure():
+    """How many a step has after a backward that reached a released weight, behind one that did not."""
+    engine = keeper(lambda w: w.detach(), 3)
+    engine.backward(engine(torch.ones(2, WIDTH)).square().mean(), last=False)
+    engine(torch.ones(2, WIDTH))
+    with pytest.raises(ReleasedParameterError):
+        engine.backward(engine.module.layers[1].kept.square().mean())
+    return engine.accumulation.count
+
+
+def test_a_backward_that_reaches_freed_memory_forgets_the_step_so_far(ranks):
+    assert ranks(2, micro_batches_behind_a_failure) == [0, 0]
+
+
 def test_evaluation_saves_nothing():
     engine = trained(chain(), of_output)
     with torch.no_grad():

@@ -66,6 +66,7 @@ LOST_SLOTS = "lost-slots"
 UNFINISHED = "config.tmp"
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl, in which its last line is
 NO_WORK = (LOCK, RUN, FOLDER, UNFINISHED, LOST_SLOTS)  # of entries that may be there before a run has done anything
+LARGEST = 1 << 63  # whole numbers in a record are below
 AUTO = "auto"
 FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
 
@@ -372,8 +373,13 @@ def parse_record(line: str) -> dict[str, float] | None:
         record = parse_object(line)
     except Unreadable:
         return None
-    has_numbers = all(value is None or isinstance(value, int | float) for value in record.values())
+    has_numbers = all(value is None or _is_number(value) for value in record.values())
     return record if has_numbers and isinstance(record.get("step"), int) else None
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number that a float can be made of: whole ones of JSON may be of any length."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST)
 
 
 def first_free(stem: str) -> int:
