@@ -261,6 +261,8 @@ def test_a_run_s_end_says_where_a_step_went_from_all_records_that_know():
     (line,) = where_it_went([data, forward, backward])
     assert line == "a step of 4 s: forwards 50 % (25 to 75 by rank), backwards 50 %"
     assert list(where_it_went(of_history([{"step": 1}]))) == []
+    alone = {"step": 2} | fields(over_ranks(forward=(2.0, 2.0, 2.0)), 1)
+    assert of_history([alone]) == [PartTime(FORWARD, 2.0, 2.0, 2.0, 2.0)]
 
 
 def test_a_record_counts_as_the_steps_that_it_is_the_mean_of(now):
