@@ -31,6 +31,7 @@ from zero3d.zero.step_parts import (
     SAVES,
     UPDATE,
     OverRanks,
+    PartTime,
 )
 from zero3d.zero.streams import SideStream
 
