@@ -110,7 +110,8 @@ def test_of_two_ranks_the_one_at_fault_says_it_once(zero3d_in_fork, folder):
     assert "Traceback" not in done.stderr
     text = (out / "out-of-memory.txt").read_text()
     assert "step 3, forward" in text
-    assert "  gradients of unit model.layers.0\n" in text
+    assert "  float32  optimizer states exp_avg\n" in text
+    assert "gradients" not in text.partition("cheapest settings")[0]  # they have no memory in a step's first forward
     assert (out / "checkpoints/step-2").is_dir()
 
 
