@@ -57,3 +57,4 @@ def test_keys_events_schedules_and_trackers_of_the_page_are_those_that_there_are
     assert tuple(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == (
         *KEYS["optimizer.name"].choices, *KEYS["schedule.name"].choices, *KEYS["log.to"].choices, *PARTS
     )  # fmt: skip
+    assert PARTS.items() <= dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.M)).items()

@@ -137,7 +137,7 @@ class Saves:
 
     @property
     def copies(self) -> bool:
-        """Whether states of a save under way may still be read, which nobody has waited for."""
+        """Whether the save under way may still read states: nobody has waited for its copy yet."""
         return self._under_way is not None and not self._under_way.released
 
     def await_copy(self) -> None:

@@ -43,7 +43,7 @@ class MemoryEntry(NamedTuple):
     now: int
 
     def __str__(self) -> str:
-        """Say what is held where: "parameters on the device: planned 1.25 GB, measured 1.25 GB, ..."."""
+        """Return the entry in words: "parameters on the device: planned 1.25 GB, measured 1.25 GB, ..."."""
         planned = "" if self.planned is None else f"planned {decimal(self.planned)}, "
         return (
             f"{self.category} on the {self.place}: {planned}measured {decimal(self.measured)}, peak "

@@ -98,7 +98,7 @@ class Checkpoints:
 
     @property
     def copies(self) -> bool:
-        """Return whether a save behind training still reads states, which nobody has waited for."""
+        """Return whether a save behind training may still read states: nobody has waited for its copy yet."""
         return self._saves.copies
 
     def await_copy(self) -> None:

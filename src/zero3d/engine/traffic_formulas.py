@@ -78,7 +78,7 @@ class TrafficFormulas:
 
     @property
     def routed(self) -> Routed:
-        """What routers and attentions have made this rank send so far."""
+        """Rows that this rank has passed to experts so far, and calls of attentions over shared sequences."""
         dispatches, sequence = self._parts.partition.experts.dispatches, self._parts.sequence
         passed = {name: dispatch.passed for name, dispatch in dispatches.items()}
         return Routed(passed, None if sequence is None else sequence.calls)

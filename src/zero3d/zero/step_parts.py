@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD, GATHERS, REDUCTIONS, BUBBLE = "forward", "backward", "gathers", "reductions", "bubble"
 UPDATE, OFFLOAD, DATA, EVALUATION, SAVES, OTHER = "update", "offload", "data", "evaluation", "saves", "other"
-PARTS = {
+PARTS = {  # docs/training.md has the same words
     DATA: "the next batch, on the device",
     FORWARD: "forwards, losses among them",
     BACKWARD: "backwards, recomputation among them",
     GATHERS: "compute waits for weights",
     REDUCTIONS: "compute waits for sums of gradients",
     BUBBLE: "compute waits for other pipeline stages",
-    UPDATE: "the loss of all ranks, what is left to reduce, the norm, the optimizer",
+    UPDATE: "the loss of all ranks, gradients that are left to reduce, their norm, the optimizer",
     OFFLOAD: "compute waits for states that are off the device",
-    EVALUATION: "evaluation and generation, all of it",
-    SAVES: "checkpoints and exports, all of it",
-    OTHER: "what lies between: the caller's own code",
+    EVALUATION: "evaluation and generation, with all that happens inside of them",
+    SAVES: "checkpoints and exports, with all that happens inside of them",
+    OTHER: "the time between: the caller's own code, the engine's bookkeeping",
 }
 WORDS = {  # in a line
     FORWARD: "forwards",

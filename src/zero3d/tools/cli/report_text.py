@@ -1,4 +1,4 @@
-"""What a run has left in its folder, as text for people and as JSON."""
+"""A run's folder as text for people and as JSON."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def _reason(error: Exception) -> str:
 
 
 def _end_of(folder: Folder, report: Mapping[str, Any], unread: list[str]) -> tuple[str, list[str]]:
-    """Say whether a run goes on, or how it ended, and why in lines."""
+    """Return the state of a run (it goes on, or how it ended), and the reasons in lines."""
     lock = folder.root / LOCK
     if is_held(lock):
         return RUNNING, [words(holder(lock)[0])]
