@@ -12,6 +12,7 @@ import zero3d
 from zero3d.config import Model, load
 from zero3d.models.open import open_model
 from zero3d.models.trained import open_trained
+from zero3d.tools.cli.worker import M_MMAP_THRESHOLD
 
 
 def train_both(folder, stage, precision):
@@ -65,6 +66,8 @@ def status(what):
 
 def load_and_measure(folder, stage=3, rank=0):
     """Peak growth of resident memory while an engine is built, what it then holds, its largest parameter."""
+    # By itself glibc raises the size from which memory is mapped, and given back at once, with what was freed before.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
     opened = open_trained(load({"model": {"path": str(folder)}, **({"lora": {"rank": rank}} if rank else {})}))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # a rank that ran before has no memory of that left to use again
