@@ -19,13 +19,13 @@ from zero3d.activations import recompute
 from zero3d.errors import Zero3dError
 from zero3d.precision import LossScaling, Precision
 
-SHARE = 10  # one case of so many is drawn for `make test`
+SHARE = 20  # one case of so many is drawn for `make test`
 BEFORE, AFTER = 2, 3  # steps until the checkpoint, and from there
 ROWS, WIDTH = 4, 24
 
 
 def drawn(name):
-    """Whether `make test` runs a case: a tenth of all, another one for each commit."""
+    """Whether `make test` runs a case: one in twenty of all, others for each commit."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return int(hashlib.sha256(f"{commit} {name}".encode()).hexdigest(), 16) % SHARE == 0

@@ -117,7 +117,9 @@ def serve(connection):
         connection.send_bytes(pickle.dumps(answer))
         if dist.is_initialized():
             dist.destroy_process_group()
+        job = case = args = answer = None  # nothing of it is kept
         gc.collect()  # an engine left in a cycle keeps its groups, each with a thread that wakes 100 times a second
+        gc.freeze()  # what is left is of modules: the next collection does not look through it again
 
 
 def join(rank, world, store, timeout):

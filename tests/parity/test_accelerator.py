@@ -112,6 +112,7 @@ def compiled(kind):
             torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_dynamo_backend_compiles_blocks_and_changes_no_bit_where_the_backend_changes_none(ranks):
     plain, none = ranks(2, compiled, "plain")[0]
     found, (said,) = ranks(2, compiled, "compiled")[0]

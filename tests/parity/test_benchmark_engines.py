@@ -54,7 +54,9 @@ def trained(case):
     return found, frozen, counted
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "adapters" else pytest.mark.long) for case in CASES]
+)
 def test_zero3d_and_fsdp2_take_the_same_steps(ranks, case):
     for found, frozen, counted in ranks(2, trained, case):
         once = found.pop("zero3d-0")

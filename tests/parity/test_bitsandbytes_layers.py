@@ -188,6 +188,7 @@ def test_transformers_own_trainer_trains_beside_a_bitsandbytes_config_at_stage_3
     assert steps[0][0] != steps[-1][0]
 
 
+@pytest.mark.long
 def test_an_engine_lets_go_of_the_librarys_layers_and_gives_back_packed_ones(folder):
     model = adapted(folder, "nf4")
     theirs = [ref(module.weight) for module in model.modules() if isinstance(module, Linear4bit)]

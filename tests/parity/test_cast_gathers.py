@@ -214,8 +214,8 @@ def run_with(folder, steps, flops):
 
 @pytest.mark.parametrize(("steps", "flops", "chosen", "why"), [
     (3, 1e6, "cast", "3 more casts take"),
-    (3, 1e18, "kept", "3 more casts take"),
-    (2, 1e6, "kept", "this run has no plan to choose by"),
+    pytest.param(3, 1e18, "kept", "3 more casts take", marks=pytest.mark.long),
+    pytest.param(2, 1e6, "kept", "this run has no plan to choose by", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_run_says_what_auto_becomes_and_its_engine_does_so(ranks, tmp_path, steps, flops, chosen, why):
     save_model(tmp_path / "model")

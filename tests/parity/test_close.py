@@ -422,8 +422,8 @@ def with_masters(options, folder):
 
 
 @pytest.mark.parametrize("options", [
-    {"stage": 0}, {"stage": 1, "master": "split"}, {"stage": 2}, {"stage": 3, "offload": {"optimizer": "host", "params": "host"}},
-    {"stage": 3},
+    {"stage": 1, "master": "split"}, {"stage": 3, "offload": {"optimizer": "host", "params": "host"}}, {"stage": 3},
+    pytest.param({"stage": 0}, marks=pytest.mark.long), pytest.param({"stage": 2}, marks=pytest.mark.long),
 ], ids=str)  # fmt: skip
 def test_masters_are_shown_in_the_dtype_in_which_parameters_came_and_cost_no_bit(ranks, tmp_path, options):
     first, second = ranks(2, with_masters, {"precision": "bf16", **options}, tmp_path)

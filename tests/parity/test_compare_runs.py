@@ -33,6 +33,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(zero3d_in_fork, folder):
     done = zero3d_in_fork(folder, "compare", "tiny.yaml", "--ranks=2", "zero.stage=0,3")
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import offline
 import pytest
 import torch
+from commands import run_in_fork
 
 from zero3d.tools.cli.main import main
 
@@ -34,14 +35,17 @@ def guard(tmp_path_factory):
     return guard
 
 
+SHORT = ("--steps", "4", "--ranks", "2", "--json", "train.micro_batch=2", "evaluate.batches=1")
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, guard):
+def run(tmp_path_factory, pool):
     """One short run at stage 3: its folder, what it printed and its JSON."""
-    folder = tmp_path_factory.mktemp("demo")
-    small = ("train.micro_batch=2", "evaluate.batches=1")  # bf16 products take long on a processor that has none
-    done = train(folder, "--steps", "4", "--ranks", "2", "--json", *small, environment=offline.environment(guard))
-    assert done.returncode == 0, done.stderr
-    return folder, done.stderr, json.loads(done.stdout)
+    folder, output = tmp_path_factory.mktemp("demo"), tmp_path_factory.mktemp("printed")
+    code = pool.alone(run_in_fork, ["train", *SHORT], folder, dict(os.environ), output)
+    said = (output / "stderr").read_text()
+    assert code == 0, said
+    return folder, said, json.loads((output / "stdout").read_text())
 
 
 def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
@@ -69,7 +73,10 @@ def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
     assert result["losses"][-1] < result["losses"][0]
 
 
-def test_with_its_export_it_asks_no_network(guard, run):
+@pytest.mark.long
+def test_with_its_export_it_asks_no_network(guard, tmp_path):
+    done = train(tmp_path, *SHORT, environment=offline.environment(guard))
+    assert done.returncode == 0, done.stderr
     asked = guard / "asked"
     assert not asked.exists(), asked.read_text()
 

@@ -33,12 +33,13 @@ OTHERS = {  # seeds that see planted faults which those above do not
 SOME = {way: [*FOUND.get(way, {}), *OTHERS.get(way, [])] for way in WAYS}
 MORE = {"train_batch": 40, "loop": 16, "deepspeed": 12, "accelerate": 16, "trainer": 12, "files": 16, "generate": 20}
 EACH = 4  # draws of a case
+PEERS = ("deepspeed", "accelerate", "trainer")  # whose own files compare each with its library in `make test`, too
 
 
 @pytest.mark.parametrize(
     ("way", "seeds"),
     [
-        *((way, seeds) for way, seeds in SOME.items()),
+        *(pytest.param(way, seeds, marks=LONG if way in PEERS else ()) for way, seeds in SOME.items()),
         *(
             pytest.param(way, [*range(first, first + EACH)], marks=LONG)
             for way, last in MORE.items()

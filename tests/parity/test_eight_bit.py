@@ -164,6 +164,7 @@ def test_experts_have_their_own_blocks_at_any_ep(ranks, world, cases):
 # --- going on ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_going_on_at_another_dp_is_the_uninterrupted_run(ranks, tmp_path):
     check_going_on(ranks, tmp_path, adamw8bit(**RULE))
 

@@ -57,6 +57,7 @@ def test_a_run_is_the_same_at_dp_1_2_and_4(records, stage, reduce, dps):
     assert len(set(field(one, "loss"))) == STEPS
 
 
+@pytest.mark.long
 def test_a_run_goes_on_at_other_dp_and_stages_as_if_it_had_not_been_interrupted(ranks, folder, records):
     for (dp, stage), stop in zip(((4, 3), (1, 0), (2, 2)), (1, 3, None), strict=True):
         parted = ranks(dp, train, exact(folder, "parted", stage), "auto", stop)[0]

@@ -68,6 +68,7 @@ def exact_curve(family, precision, clip, cases, how="grouped_mm"):
     return curves
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [
     [(2, STAGES[3], True)],  # two ranks share the experts of two others
     pytest.param(

@@ -37,6 +37,7 @@ def in_fp8(made):
         return told(made)
 
 
+@pytest.mark.long
 def test_a_run_says_which_layers_are_in_fp8_and_leaves_a_model_in_bf16(ranks, tmp_path):
     save_model(tmp_path / "model", inner=96)
     save_rows(tmp_path / "rows.npy")

@@ -64,6 +64,7 @@ def collections(made):
     return found, on
 
 
+@pytest.mark.long
 def test_the_collector_runs_after_the_same_steps_on_all_ranks_and_never_in_one(ranks, folder):
     made = tree(
         folder, model={"init": "random"}, evaluate={"every": 1}, data={"validation": 0.3}, checkpoint={"every": 2}
@@ -100,8 +101,10 @@ def states_around(enabled, frozen):
 
 
 @pytest.mark.parametrize(("enabled", "frozen", "inside", "times"), [
-    (True, False, (False, True), 2), (True, True, (False, True), 2),
-    (False, False, (False, False), 0), (False, True, (False, True), 0),  # a caller's choice
+    (True, False, (False, True), 2), (False, True, (False, True), 0),  # a caller's choice
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        (True, True, (False, True), 2), (False, False, (False, False), 0),
+    ]),
 ])  # fmt: skip
 def test_what_a_caller_had_chosen_is_there_again(alone, enabled, frozen, inside, times):
     (before, within, after), ran = alone(states_around, enabled, frozen)
@@ -134,6 +137,7 @@ def knots_left():
     return left
 
 
+@pytest.mark.long
 def test_what_was_made_before_the_first_collection_stays_and_later_cycles_go(alone):
     assert alone(knots_left) == [True, False, False]
 

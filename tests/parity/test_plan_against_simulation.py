@@ -174,6 +174,7 @@ def test_a_plan_of_shards_with_copies_has_the_bytes_and_traffic_of_the_dry_run(a
     assert 0.97 <= ratio(alone, models, plan, layers=layers) <= 1.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [
     P(dp=2, stage=3, quantize="nf4", micro_batch=2),
     *(pytest.param(plan, marks=long) for plan in [
@@ -231,7 +232,7 @@ def test_a_plan_of_wires_has_the_bytes_and_traffic_of_the_dry_run(alone, models,
     assert 0.97 <= ratio(alone, models, plan, layers=layers) <= 1.05
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_ranks_that_share_sequences_send_what_is_planned(alone, models, stage):
     plan = P(dp=2, sp=2, pp=2, stage=1, accumulate=4, activations="full")
     path, spec = models(False, layers=4)

@@ -54,6 +54,7 @@ def test_an_alarm_ends_the_run_and_says_which_checkpoint_is_older_than_the_last_
     assert [line["loss"] for line in metrics(made)] == losses[:3]
 
 
+@pytest.mark.long
 def test_without_a_clean_replay_all_that_this_session_saved_is_in_doubt(ranks, folder):
     made = tree(folder, health={"replay": 3}, checkpoint={"every": 1})
     told = ranks(2, broken_run, made, 0, (6,))

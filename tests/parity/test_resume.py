@@ -124,6 +124,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(ranks, evaluated):
     assert json.loads((link / "manifest.json").read_text())["step"] == best
 
 
+@pytest.mark.long
 def test_going_on_from_the_best_leaves_the_course_after_it(ranks, evaluated):
     first = ranks(1, train, evaluated)[0]
     losses = field(first, "validation_loss")

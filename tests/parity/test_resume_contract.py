@@ -45,7 +45,7 @@ def test_where_a_changed_keyword_moves_the_curve_the_line_names_it(ranks, tmp_pa
     checked(ranks, base, of_base(base), tmp_path)
 
 
-def test_a_tenth_of_all_changed_keywords_is_named_where_it_moves_the_curve(ranks, tmp_path):
+def test_a_share_of_all_changed_keywords_is_named_where_it_moves_the_curve(ranks, tmp_path):
     numbers = [number for number, change in enumerate(CHANGES) if drawn(change.id)]
     for base in {CHANGES[number].base for number in numbers}:
         checked(ranks, base, [number for number in numbers if CHANGES[number].base == base], tmp_path / base)
@@ -78,6 +78,7 @@ def other_notes(base, keywords):
     return {name for name in was | now if was[name] != now[name]}
 
 
+@pytest.mark.long
 def test_notes_are_of_what_settings_come_to(ranks):
     for of_rank in ranks(2, noted, [(base, keywords) for base, keywords, _ in NOTED]):
         for (base, keywords, names), found in zip(NOTED, of_rank, strict=True):

@@ -198,6 +198,7 @@ def test_other_data_of_the_same_shape_are_refused_and_the_same_elsewhere_go_on(r
     assert field(ranks(1, train, made, "auto")[0], "step") == [1, 2]
 
 
+@pytest.mark.long
 def test_epochs_end_where_they_should_with_another_batch(ranks, folder):
     made = tree(folder, train={"steps": None, "epochs": 2, "batch": 4}, schedule={"name": "linear", "final": 0})
     ranks(1, train, made, None, 3)  # 12 of 28 sequences are seen

@@ -57,7 +57,7 @@ def test_where_a_changed_key_moves_the_curve_the_line_names_it(ranks, folder, ba
     checked(ranks, base, [number for number, key in enumerate(KEYS) if key.base == base], folder)
 
 
-def test_a_tenth_of_all_changed_keys_is_named_where_it_moves_the_curve(ranks, folder):
+def test_a_share_of_all_changed_keys_is_named_where_it_moves_the_curve(ranks, folder):
     numbers = [number for number, key in enumerate(KEYS) if drawn(key.id)]
     for base in {KEYS[number].base for number in numbers}:
         checked(ranks, base, [number for number in numbers if KEYS[number].base == base], folder)
@@ -106,6 +106,7 @@ def of_an_older_version(folder):
     return records == wanted, line, told, Path(made["output"], "config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_an_older_version_began_keeps_its_groups(ranks, folder):
     same, line, told, written = ranks(1, of_an_older_version, str(folder))[0]
     assert same

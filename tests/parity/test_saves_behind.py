@@ -390,6 +390,7 @@ def test_a_checkpoint_that_is_not_written_is_a_warning_and_the_run_goes_on(ranks
     assert complete_steps(tmp_path / "out" / "checkpoints") == [1, 2, 4, 5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("changes", "full_at", "left"), [
     ({"on_error": "stop"}, 3, [1, 2]),
     pytest.param({}, 5, [1, 2, 3, 4], marks=pytest.mark.long),  # the last one must be written

@@ -20,6 +20,7 @@ def report_of(made):
     return json.loads((Path(made["output"]) / "report.json").read_text())
 
 
+@pytest.mark.long
 def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, monkeypatch):
     step, seen = Loop.step, []
 
@@ -53,6 +54,7 @@ def test_a_run_that_is_stopped_says_where_and_one_that_goes_on_is_a_session_of_i
     assert (left["step"], left["session_steps"], left["ended"]["how"]) == (5, 2, "finished")
 
 
+@pytest.mark.long
 def test_records_that_are_logged_have_the_times_of_the_steps_before_them_and_the_report_has_their_mean(made):
     """The first step counts in none, and the last record is one of them."""
     records = train(made | {"log": {"every": 2}})

@@ -276,6 +276,7 @@ OF_EXPERTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [
     OF_EXPERTS[:1], pytest.param(SHAPES + OF_EXPERTS, marks=pytest.mark.long)
 ], ids=["some", "all"])  # fmt: skip

@@ -135,6 +135,7 @@ def which_are_restartable(pairs):
     return [restartable(*pair) for pair in pairs]
 
 
+@pytest.mark.long
 def test_slots_that_lack_something_of_a_run_are_no_place_to_go_on_from(alone):
     assert alone(which_are_restartable, [(FULL, "disk"), *NOT_ALL]) == [True] + [False] * len(NOT_ALL)
 
@@ -610,6 +611,7 @@ def test_a_run_whose_slots_have_a_damaged_record_says_so_until_they_are_removed(
 DAMAGES = tuple(damages(Path()))
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_goes_on_from_its_slots(alone, tmp_path):
     check_damaged(alone, tmp_path, ("nothing",))
 

@@ -198,6 +198,7 @@ def test_exact_mode_has_one_fingerprint_at_any_dp_and_stage(ranks):
     assert len(set(found)) == 1
 
 
+@pytest.mark.long
 def test_a_run_with_large_logits_computes_them_in_tiles_and_says_so(ranks, tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")

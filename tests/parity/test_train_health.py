@@ -58,6 +58,7 @@ def test_a_run_whose_every_step_is_not_finite_fails_and_exports_nothing(folder):
     assert not (folder / "out" / "hf").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("health", "run", "message"), [
     ({"max_skips": 3}, 4, "3 steps in a row had gradients that are NaN or infinite (health.max_skips=3), up to step 4."),
     ({"nonfinite": "stop"}, 2, "step 2 had gradients that are NaN or infinite (health.nonfinite=stop)."),
@@ -131,6 +132,7 @@ def position(made, step):
     return saved["loop"]["in_a_row"], saved["loop"]["step"], saved["loss_scale"]["steps"]
 
 
+@pytest.mark.long
 def test_a_resume_goes_on_counting_and_a_diverged_run_never_ends_well(folder, losses):
     made = tree(folder, checkpoint={"export": True}, health={"max_skips": 3})
     losses(dict.fromkeys(range(3, 10), INFINITE))
@@ -142,6 +144,7 @@ def test_a_resume_goes_on_counting_and_a_diverged_run_never_ends_well(folder, lo
     assert not (folder / "out" / "hf").exists()
 
 
+@pytest.mark.long
 def test_a_session_that_applies_nothing_fails_whatever_is_between(folder, losses):
     losses(dict.fromkeys((1, 2, 4, 5), INFINITE) | {3: NO_TARGETS})
     message = given_up(tree(folder, output="all", checkpoint={"export": True}))
@@ -156,6 +159,7 @@ def test_a_session_that_applies_nothing_fails_whatever_is_between(folder, losses
     assert steps_saved(made) == ["step-2"]
 
 
+@pytest.mark.long
 def test_a_run_too_short_for_its_loss_scale_fails_and_says_so(folder):
     made = tree(folder, precision="fp16", loss_scale={"initial": 2.0**40, "hysteresis": 1}, checkpoint={"export": True})
     message = given_up(made)
@@ -231,6 +235,7 @@ def test_skipped_steps_from_an_older_checkpoint_leave_the_newer_ones_and_the_com
     assert steps_saved(made) == ["step-7", "step-8"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_held_out_loss_that_is_not_finite_is_never_the_best(folder, monkeypatch, value):
     from zero3d.engine.engine import Engine

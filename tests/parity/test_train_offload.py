@@ -79,6 +79,7 @@ def saved_choice(given, step):
     return manifest["loop"]["offload"]
 
 
+@pytest.mark.long
 def test_what_auto_chose_is_kept_when_a_run_goes_on_and_another_value_wins(ranks, folder):
     expected = ranks(1, train, made(folder, "whole", {}))[0]
     given = made(folder, "parted", {"optimizer": "auto"})

@@ -53,6 +53,7 @@ def test_a_finished_run_that_is_resumed_opens_nothing_that_records_would_go_to(r
     assert metrics(made) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("named", ["its own file", "the user's"])
 def test_a_run_of_an_earlier_version_goes_on_with_the_trackers_that_its_file_asked_for(ranks, folder, named):
     pytest.importorskip("tensorboard")

@@ -51,6 +51,7 @@ def test_a_run_goes_on_over_another_axis(ranks, folder, alone, split):
     assert field(again, "loss")[-3:] == pytest.approx(field(alone, "loss")[-3:], abs=1e-5)
 
 
+@pytest.mark.long
 def test_documents_of_a_length_that_tp_does_not_divide_train_by_chunks(ranks, folder):
     data = {"train": str(save_rows(folder / "short.npy", rows=26, length=15)), "packing": False}
     steps = {"steps": 2, "batch": 4, "accumulate": 2}

@@ -307,6 +307,7 @@ def compiled(folder, options):
         torch._dynamo.reset()  # its graphs hold tensors without data
 
 
+@pytest.mark.long
 def test_torch_compile_compiles_blocks_with_the_curve_of_a_plain_trainer(ranks, tmp_path, plain):
     for found, (said,), _ in ranks(2, compiled, tmp_path, {"torch_compile_backend": "aot_eager"}):
         assert_same(found, plain)
@@ -546,6 +547,7 @@ def bytes_after(folder, trainers):
         return found
 
 
+@pytest.mark.long
 def test_memory_after_several_trainers_is_that_after_one(ranks, tmp_path):
     for found in ranks(2, bytes_after, tmp_path, 4):
         one, last = found[1], found[-1]  # the first one's has less: torch and transformers make some things once

@@ -329,7 +329,10 @@ def gradients_on_host(count, dtype):
         return found, sum(unit.grads is not None for unit in engine.units)
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(1, "fp32"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [pytest.param(1, "fp32", marks=pytest.mark.long), pytest.param(3, "fp32", marks=pytest.mark.long), (3, "bf16")],
+)
 def test_a_reduced_shard_goes_to_the_host_once_a_backward_and_nobody_waits(alone, count, dtype):
     found, units = alone(gradients_on_host, count, dtype)
     assert units > 2

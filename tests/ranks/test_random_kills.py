@@ -65,6 +65,7 @@ def left(made, steps):
     return records, {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kills", "steps"), LENGTHS)
 def test_kills_at_random_moments_change_no_bit(ranks, tmp_path, kills, steps):
     save_model(tmp_path / "model")

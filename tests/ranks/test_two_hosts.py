@@ -64,6 +64,7 @@ def train_until_it_fails(folder, patience):
             return str(error)
 
 
+@pytest.mark.long
 def test_two_hosts_train_with_the_bits_of_one_over_a_slow_cable(ranks, folder, hosts):
     for host in hosts:
         host.slow_down("50mbit")

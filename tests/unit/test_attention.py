@@ -185,6 +185,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_run_computes_with_the_kernel_that_is_installed_and_says_so(folder, registered):
     plain, quiet = told(tree(folder, "plain", precision="bf16", train={"batch": 4, "accumulate": 4}))
     assert not any(line.startswith("attention: ") for line in quiet)
@@ -196,6 +197,7 @@ def test_a_run_computes_with_the_kernel_that_is_installed_and_says_so(folder, re
     assert losses == pytest.approx(plain, rel=CLOSE)
 
 
+@pytest.mark.long
 def test_a_kernel_that_the_model_refuses_leaves_torch_s_own(folder):
     losses, said = run(folder, "refused", "not_registered")
     (line,) = (line for line in said if line.startswith("attention: "))

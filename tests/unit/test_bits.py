@@ -146,6 +146,7 @@ def test_the_machine_is_asked_in_a_dry_run_too():
         assert kernels.trial() == found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"), reason="no other kernels than these"
 )

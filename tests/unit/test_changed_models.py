@@ -221,6 +221,7 @@ def test_an_engine_compiles_blocks_says_so_and_gives_them_back_plain():
     assert engine_of(model, compile="eager").notes
 
 
+@pytest.mark.long
 def test_another_length_compiles_once_more_and_a_third_one_is_of_those():
     torch._dynamo.reset()
     shapes = []

@@ -316,6 +316,7 @@ def attempts(tmp_path, monkeypatch, capfd):
 KILLED = "rank {} died without an exception: killed by SIGKILL\n"
 
 
+@pytest.mark.long
 def test_killed_ranks_are_started_again_on_the_slots_that_are_there(attempts, tmp_path):
     plan = [
         {"metrics": [1, 2, 3], "save": 2, "lost": "0", "rank": 3, "end": "killed"},

@@ -394,6 +394,7 @@ def test_a_part_without_a_package_that_it_needs_is_skipped_and_says_which(parts,
     assert "passes" not in (tmp_path / "begun").read_text()
 
 
+@pytest.mark.long
 def test_a_machine_without_what_all_parts_need_is_told_so(tmp_path):
     hide = "import sys; sys.modules['yaml'] = None; sys.path.insert(0, sys.argv[1]); import gpu_check"
     done = subprocess.run(

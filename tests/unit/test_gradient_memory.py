@@ -230,7 +230,7 @@ def interrupted(stage, exact, **options):
     return found, bits
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_run_that_leaves_steps_out_gives_memory_back_each_time_and_has_the_same_bits_at_all_stages(exact):
     def run(stage, poison):
         with poisoned() if poison else nullcontext():

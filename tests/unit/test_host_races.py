@@ -118,7 +118,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    "case", [QUICK, ((1, 1, 1), 2, "narrow gradients", "device", "fp32", "fp32")], ids=["all", "narrow"]
+    "case",
+    [QUICK, pytest.param(((1, 1, 1), 2, "narrow gradients", "device", "fp32", "fp32"), marks=pytest.mark.long)],
+    ids=["all", "narrow"],
 )
 def test_copies_threads_and_disks_are_ordered(alone, case):
     check(*alone(run, case))

@@ -162,6 +162,7 @@ def test_tensors_without_values_are_left_alone(alone):
     assert alone(with_noise, "1", without_values) == ((4, 3), (4, 3))
 
 
+@pytest.mark.long
 def test_commands_are_noisy_too_and_those_without_torch_import_none():
     environment = cpus.tell(dict(os.environ) | {cpus.VARIABLE: "noise"})
     code = "import sys; print('torch' in sys.modules); import torch, noise; print(len(noise._libraries))"

@@ -43,6 +43,7 @@ def test_every_file_is_measured():
     assert there - recorded().keys() == set(), "make costs-all measures them"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", packages())
 def test_every_package_has_a_room_that_fits(package):
     files = dict.fromkeys((ROOT / "tests").rglob("test_*.py"), 10.0)

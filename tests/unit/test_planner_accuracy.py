@@ -165,6 +165,7 @@ def test_false_alarms_are_told_with_the_margin_and_without():
     assert labels_text(found) == "OOM recall 50 % of 2, false alarms 50 %; without a margin 50 % and 0 %"
 
 
+@pytest.mark.long
 def test_unknown_files_are_listed_and_unusable_rows_counted(tmp_path):
     (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
     shutil.copy(DATA / "korthikanti2022_fig1_memory.csv", tmp_path)

@@ -49,7 +49,12 @@ def test_help_has_examples_that_can_be_typed(verb, capsys):
         assert len(line) <= 80
 
 
-@pytest.mark.parametrize("verb", STARTED)
+RARE = ("calibrate", "simulate", "compare", "ckpt", "completion")  # whose starts are those of others
+
+
+@pytest.mark.parametrize(
+    "verb", [pytest.param(verb, marks=pytest.mark.long if verb in RARE else ()) for verb in STARTED]
+)
 def test_a_verb_starts(tmp_path, verb):
     (tmp_path / "run.yaml").write_text("output: out\n")
     words, code, said = STARTED[verb]
