@@ -137,7 +137,6 @@ def knots_left():
     return left
 
 
-@pytest.mark.long
 def test_what_was_made_before_the_first_collection_stays_and_later_cycles_go(alone):
     assert alone(knots_left) == [True, False, False]
 

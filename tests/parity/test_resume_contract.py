@@ -78,7 +78,6 @@ def other_notes(base, keywords):
     return {name for name in was | now if was[name] != now[name]}
 
 
-@pytest.mark.long
 def test_notes_are_of_what_settings_come_to(ranks):
     for of_rank in ranks(2, noted, [(base, keywords) for base, keywords, _ in NOTED]):
         for (base, keywords, names), found in zip(NOTED, of_rank, strict=True):

@@ -20,7 +20,6 @@ def report_of(made):
     return json.loads((Path(made["output"]) / "report.json").read_text())
 
 
-@pytest.mark.long
 def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, monkeypatch):
     step, seen = Loop.step, []
 

@@ -58,7 +58,6 @@ def test_a_run_whose_every_step_is_not_finite_fails_and_exports_nothing(folder):
     assert not (folder / "out" / "hf").exists()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("health", "run", "message"), [
     ({"max_skips": 3}, 4, "3 steps in a row had gradients that are NaN or infinite (health.max_skips=3), up to step 4."),
     ({"nonfinite": "stop"}, 2, "step 2 had gradients that are NaN or infinite (health.nonfinite=stop)."),
