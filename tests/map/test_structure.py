@@ -52,7 +52,16 @@ LAYERS = {
         "ways.verl",
         "ways.vllm",
     ),
-    "tools": ("tools", "tools.plan", "tools.sim", "tools.advice", "tools.page", "tools.doctor", "tools.cli"),
+    "tools": (
+        "tools",
+        "tools.plan",
+        "tools.sim",
+        "tools.advice",
+        "tools.page",
+        "tools.doctor",
+        "tools.vision",
+        "tools.cli",
+    ),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 

@@ -11,7 +11,7 @@ One blank image costs a micro-batch of text one image's forward and backward thr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -31,6 +31,8 @@ INPUTS = (  # what towers read
     "image_grid_thw",
     "image_position_ids",
 )
+GRIDS = ("image_grid_thw", "spatial_shapes", "target_sizes", "image_grid_hw")  # patches of an image, by dimension
+UNFLATTENED = ("kimi_k25", "paddleocr_vl")  # types whose processors leave a patch as it is, [3, height, width]
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
 TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
@@ -52,30 +54,73 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
 
 def _image_inputs(base: Any, smallest: bool) -> dict[str, Tensor]:
     config, takes = base.config, inspect.signature(base.get_image_features).parameters
-    vision = config.vision_config
+    vision = getattr(config, "vision_config", None) or config
     if "image_position_ids" in takes:
-        pooled = vision.pooling_kernel_size
-        side = 2 * pooled if smallest else max(SIDE // vision.patch_size // pooled, 2) * pooled
-        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
-        return {"pixel_values": torch.ones(1, side**2, 3 * vision.patch_size**2), "image_position_ids": places[None]}
-    if "image_grid_thw" in takes:
-        patch, merge = vision.patch_size, vision.spatial_merge_size
-        side = 2 * merge if smallest else max(SIDE // patch // merge, 2) * merge
-        channels = getattr(vision, "in_channels", 3)
-        values = torch.ones(side * side, channels * vision.temporal_patch_size * patch**2)
-        return {"pixel_values": values, "image_grid_thw": torch.tensor([[1, side, side]])}
+        return _patches_with_places(vision, smallest)
+    channels = _first(vision, ("in_channels", "num_channels"), 3)
+    if grid := next((name for name in GRIDS if name in takes), None):
+        return _patches_with_grid(config, grid, smallest)
+    if config.model_type == "fuyu":
+        return {
+            "pixel_values": torch.ones(
+                1, 1 if smallest else (SIDE // config.patch_size) ** 2, channels * config.patch_size**2
+            )
+        }
+    if hasattr(config, "vq_config"):
+        side = 2 ** len(config.vq_config.channel_multiplier) * 2 if smallest else SIDE
+        sizes = {"image_sizes": torch.tensor([[side, side]])} if "image_sizes" in takes else {}
+        return {"pixel_values": torch.ones(1, channels, side, side), **sizes}
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    pixels = torch.ones(1, getattr(vision, "num_channels", 3), height, width)
+    pixels = torch.ones(1, channels, height, width)
     if "pixel_attention_mask" in takes:
-        return {"pixel_values": pixels[None]}
+        mask = takes["pixel_attention_mask"]
+        asked = mask.default is inspect.Parameter.empty
+        return {"pixel_values": pixels[None], **({"pixel_attention_mask": pixels[:, :1].long()} if asked else {})}
     if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
         chosen = (min if smallest else max)(pinpoints, key=prod)
         tiles = 1 + (chosen[0] // height) * (chosen[1] // width)
         return {"pixel_values": pixels.expand(1, tiles, -1, -1, -1), "image_sizes": torch.tensor([chosen])}
+    if "high_res_pixel_values" in takes:
+        side = config.high_res_vision_config.image_size
+        return {"pixel_values": pixels, "high_res_pixel_values": torch.ones(1, channels, side, side)}
     if "image_sizes" in takes and takes["image_sizes"].default is inspect.Parameter.empty:
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
     return {"pixel_values": pixels}
+
+
+def _patches_with_places(vision: Any, smallest: bool) -> dict[str, Tensor]:
+    """Return an image of Gemma 4: patches beside their places."""
+    pooled = vision.pooling_kernel_size
+    side = 2 * pooled if smallest else max(SIDE // vision.patch_size // pooled, 2) * pooled
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+    return {"pixel_values": torch.ones(1, side**2, 3 * vision.patch_size**2), "image_position_ids": places[None]}
+
+
+def _patches_with_grid(config: Any, grid: str, smallest: bool) -> dict[str, Tensor]:
+    """Return an image as patches [patches, values of one] beside its grid: of time, height and width, or of two."""
+    vision = config.vision_config
+    patch, channels = vision.patch_size, _first(vision, ("in_channels", "num_channels"), 3)
+    merge = _first(vision, ("spatial_merge_size", "merge_size", "merge_kernel_size", "window_kernel_size"), 1)
+    merge = merge if isinstance(merge, int) else merge[0]
+    side = 2 * merge if smallest else max(SIDE // patch // merge, 2) * merge
+    frames = _first(vision, ("temporal_patch_size", "patch_temporal"), 1)
+    shape = (channels, patch, patch) if config.model_type in UNFLATTENED else (channels * frames * patch**2,)
+    values = torch.ones(side * side, *shape)
+    size = torch.tensor([[side, side]])
+    if grid == "image_grid_thw":
+        merges = {"image_merge_sizes": torch.tensor([merge])} if config.model_type == "video_llama_3" else {}
+        return {"pixel_values": values, grid: torch.tensor([[1, side, side]]), **merges}
+    if grid == "spatial_shapes":
+        return {"pixel_values": values[None], grid: size, "pixel_attention_mask": torch.ones(1, side * side).long()}
+    if grid == "target_sizes":  # patches of all images beside each other
+        return {"pixel_values": torch.ones(1, channels, patch, patch * side * side), grid: size.int()}
+    return {"pixel_values": values, grid: size}
+
+
+def _first(config: Any, names: Sequence[str], otherwise: Any) -> Any:
+    """Return the first of these values that a config has."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), otherwise)
 
 
 def _line(error: Exception) -> str:
