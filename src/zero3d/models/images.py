@@ -32,7 +32,6 @@ INPUTS = (  # what towers read
     "image_position_ids",
 )
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
-TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
 
 def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
