@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -89,36 +88,12 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family)
         [{"role": "user", "content": given}, messages[1]], tokenize=True, return_dict=True, return_tensors="pt",
     )  # fmt: skip
     assert ids == theirs["input_ids"][0].tolist()
-    made = ours.pixels(images)
+    made = ours.pixels([ours.outputs(images)])
     for name, values in made.items():
         assert values.reshape(theirs[name].shape).equal(theirs[name])
     kinds = ours.kinds(torch.tensor(ids), torch.full((len(ids),), -100))
     for name in kinds.keys() & theirs.keys():
         assert kinds[name].equal(theirs[name][0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size", [(40, 30), (25, 90), (300, 200), (28, 28), (1000, 40)])
-@pytest.mark.parametrize(("family", "module", "name"), [
-    ("qwen2_vl", "qwen2_vl", "Qwen2VLProcessor"), ("qwen2_5_vl", "qwen2_5_vl", "Qwen2_5_VLProcessor"),
-    ("internvl", "internvl", "InternVLProcessor"),
-])  # fmt: skip
-def test_what_we_expand_ourselves_is_what_the_class_that_needs_torchvision_makes(tmp_path, family, module, name, size):
-    from importlib import import_module
-
-    from PIL import Image
-
-    save_model(tmp_path, family)
-    ours = Vision(tmp_path, TAKES)
-    given = ours._process([Image.new("RGB", size)])
-    tokenizer = ours.tokenizer
-    theirs = SimpleNamespace(
-        image_processor=ours._processor.image_processor, image_token=ours.mark_text, image_seq_length=4,
-        start_image_token=getattr(tokenizer, "start_image_token", None),
-        end_image_token=getattr(tokenizer, "end_image_token", None),
-    )  # fmt: skip
-    replace = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name).replace_image_token
-    assert ours.expand(ours.mark_text, [], [size])[0] == replace(theirs, given, 0)
 
 
 @pytest.mark.parametrize("family", families())
@@ -143,7 +118,7 @@ def test_a_model_takes_what_is_made_of_its_images(tmp_path, family):
         model.config.image_token_id = vision.IMAGE
     labels = torch.where(torch.tensor([targets]) == 1, rows, -100)
     kinds = {name: value[None] for name, value in ours.kinds(torch.tensor(ids), labels[0]).items()}
-    made = ours.pixels([Image.open(tmp_path / name).convert("RGB") for name in names])
+    made = ours.pixels([ours.outputs([Image.open(tmp_path / name).convert("RGB") for name in names])])
     assert model(input_ids=rows, labels=labels, **made, **kinds).loss.isfinite()
 
 

@@ -236,7 +236,7 @@ def test_a_model_with_a_patched_module_is_tried_itself(monkeypatch):
     with pytest.raises(ConfigError, match="lets documents see each other"):
         check_packing(patched)
     by_forward.model.layers[1].self_attn.forward = MethodType(blind, by_forward.model.layers[1].self_attn)
-    assert packing._key(hf("llama")) == packing._key(model) != packing._key(by_forward)
+    assert packing.key_of(hf("llama")) == packing.key_of(model) != packing.key_of(by_forward)
 
 
 def test_kernels_without_masks_are_tried_by_where_documents_end():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import vision
 from families import family, llava
 from torch import nn
 
@@ -65,6 +66,16 @@ def test_a_row_that_says_no_has_the_words_of_the_engine(name):
         with pytest.raises(ConfigError) as refused:
             check(family(name))
         assert (found[row].supported, found[row].refusal) == (False, str(refused.value))
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("qwen3_vl", "documents of a sequence do not see each other, with images too"),
+    ("paligemma", "documents of a sequence do not see each other where they have images; of text alone: data.packing"),
+])  # fmt: skip
+def test_packing_is_answered_for_text_and_for_images(name, said):
+    packing = answers(vision.model(name))["packing"]
+    assert packing.supported
+    assert packing.what.startswith(said)
 
 
 def test_a_model_without_a_plan_is_told_how_to_write_one():

@@ -57,27 +57,27 @@ class ImageSequences(Sequences):
         return has
 
     def __getitem__(self, index: int) -> Sample:
-        """Return input_ids, labels, what tells images' tokens from others, and the decoded images.
+        """Return input_ids, labels, what tells images' tokens from others, and what the processor made of the images.
 
         Index len(self) is one of padding: the first sequence without a target, so that it has images if that has.
         With `skip` the next sequence with images stands in for one with a damaged image: one without targets would
         leave a micro-batch with nothing to average. Raises DataError where none is whole.
         """
-        taken, images = self._whole(index % len(self))
-        sample: dict[str, Any] = super().__getitem__(taken)
+        sample = self._whole(index % len(self))
         if index == len(self):
             sample["labels"] = torch.full_like(sample["labels"], IGNORED)
-        return self._images.vision.shown(sample, images)
+        return sample
 
-    def _whole(self, index: int) -> tuple[int, list[Any]]:
-        """Return this index, or that of the sequence which stands in for it, with its decoded images."""
+    def _whole(self, index: int) -> dict[str, Any]:
+        """Return this sample, or the one which stands in for it."""
         kept = KeptImages(self._store.folder)
         for taken in (*range(index, len(self)), *range(index)):
             pictures = kept[int(self._documents(self._spans[taken, 0]))]
             if taken != index and not pictures.names:
                 continue
             try:
-                return taken, [self._decode(*image) for image in zip(pictures.names, pictures.sizes, strict=True)]
+                images = [self._decode(*image) for image in zip(pictures.names, pictures.sizes, strict=True)]
+                return self._images.vision.shown(super().__getitem__(taken), [images])
             except BadImage as error:
                 if not self._images.skip:
                     raise DataError(f"{error}; or leave such samples out with data.skip_bad_lines=true.") from error

@@ -265,9 +265,9 @@ class ImageItems(OwnSamples):
     def _sample(self, ids: Ints, labels: Ints, pictures: Pictures, place: str) -> Sample:
         try:
             images = [decode(self._images.folder, image) for image in pictures.names]
+            return self._images.vision.shown(super()._sample(ids, labels, pictures, place), [images])
         except BadImage as error:
             raise DataError(f"{place}: {error}.") from error
-        return self._images.vision.shown(super()._sample(ids, labels, pictures, place), images)
 
     @property
     def identity(self) -> dict[str, int | str]:

@@ -52,7 +52,8 @@ from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
 from zero3d.models.bitsandbytes_layers import take_over
-from zero3d.models.packing import position_rows
+from zero3d.models.document_masks import DocumentMasks
+from zero3d.models.packing import inner_model, position_rows
 from zero3d.models.targets import Targets
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.pipeline.step import Callbacks
@@ -76,7 +77,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     resolved = resolve(model, mesh, options)
     check_features(model, resolved.mesh, options)
     take_over(model, resolved.precision.dtype)  # for good: what is known of a model before keeps its modules alive
-    before, rows = Before(model), position_rows(model)
+    before, rows, masks = Before(model), position_rows(model), DocumentMasks.of(inner_model(model))
     base = Foundation.of(model, resolved)
     originals = _originals(model, base, options)
     axes, module = base.axes, base.partition.module
@@ -85,7 +86,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     base, why_gradients = decide_gradients(base)
     why = (*why_there, *why_gradients)
     part = None if base.sequence is None else base.sequence.own_part
-    losses, only = Losses(model, options.loss, targets, part, rows), last_only(model)
+    losses, only = Losses(model, options.loss, targets, part, rows, masks), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
     compile_by_block(module)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError, short
+from zero3d.models.document_masks import DocumentMasks
 from zero3d.models.packing import forward_options, with_position_rows
 from zero3d.models.targets import Targets
 from zero3d.pipeline.chunks import SumAndWeight
@@ -36,6 +37,7 @@ class Losses:
     part     makes the batch that `loss` is given of a whole one, where ranks share sequences out
     targets  the number of targets over which the loss in an output is a mean, by the model's code
     rows     of positions that the model is given, where a batch has one (packing.py: `position_rows`)
+    masks    those of packed documents with images, of a model whose images attend in both directions
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Losses:
         targets: Targets,
         part: Callable[[Any], Any] | None = None,
         rows: int = 1,
+        masks: DocumentMasks | None = None,
     ) -> None:
         self._loss, self._part = loss, part
+        self._masks = masks
         self._targets = targets
         self._takes = _keywords(model)
         self._options, self._rows = forward_options(model), rows
@@ -75,10 +79,12 @@ class Losses:
     def taken(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a mapping that the forward takes: the ones that it names, or all.
 
-        The others are left for `loss`. Positions [B, L] are of as many rows as keep packed documents apart.
+        The others are left for `loss`. Positions [B, L] are of as many rows as keep packed documents apart, and with
+        images in those there are masks, too.
         """
         taken = {name: value for name, value in batch.items() if self._takes is None or name in self._takes}
-        return with_position_rows(taken, self._rows)
+        given = with_position_rows(taken, self._rows)
+        return given if self._masks is None else self._masks.of_documents(given)
 
     def sum_and_weight(self, output: Any, batch: Any) -> SumAndWeight:
         """Return the sum of a micro-batch's losses and its weight. Raises ConfigError where neither says it."""

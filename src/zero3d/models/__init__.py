@@ -15,6 +15,9 @@ chain.py         whether a model is a chain: what pipelines can cut
 placeholders.py  what stands for the modules of other model chunks
 packing.py       whether a model keeps packed documents apart; what training passes to it
 packing_trial.py two documents in a row against each alone, in a copy of a model
+packing_images.py  the same of documents with images
+document_masks.py  masks of rows whose images attend in both directions
+document_positions.py  positions of a document with images
 written_numbers.py  numbers in modules: those that forwards write beside buffers, a hash of all
 plan_names.py    names as transformers' plans call them
 experts.py       how experts are computed

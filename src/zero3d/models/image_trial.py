@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from zero3d.errors import ConfigError
 from zero3d.models.bases import base_of, sees_images
 from zero3d.models.copies import copy_with, without_weights
-from zero3d.models.images import TOLD_APART, image_inputs, no_blank_image, tower_output
+from zero3d.models.document_masks import TOLD_APART
+from zero3d.models.images import image_inputs, no_blank_image, tower_output
 from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors, tensors_in
 

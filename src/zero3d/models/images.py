@@ -34,7 +34,6 @@ INPUTS = (  # what towers read
 GRIDS = ("image_grid_thw", "spatial_shapes", "target_sizes", "image_grid_hw")  # patches of an image, by dimension
 UNFLATTENED = ("kimi_k25", "paddleocr_vl")  # types whose processors leave a patch as it is, [3, height, width]
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
-TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
 
 def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError
-from zero3d.models.packing_trial import Leak, Untried, copied, judge
+from zero3d.models.document_masks import DocumentMasks
+from zero3d.models.packing_trial import Leak, Untried, copied, documents, judge
 
 MASKED = ("eager", "sdpa", "flex_attention")
 M_ROPE_ROWS = 4  # of the text, of time, of height, of width
@@ -90,9 +91,9 @@ def packing_verdict(model: nn.Module) -> Verdict:
     In a dry run, whose tensors have no values, source code decides.
     """
     inner = inner_model(model)
-    if why := _why_at_once(inner):
+    if why := why_at_once(inner):
         return Verdict(leak=why)
-    key = _key(inner)
+    key = key_of(inner)
     if key in _found:
         return _found[key]
     if isinstance(torch.empty(0), FakeTensor):
@@ -120,10 +121,13 @@ def as_row(batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Mapping[s
     """Return a packed micro-batch as one row of documents, where `row_options` are among those of its forward."""
     if "max_length_q" not in options or "position_ids" not in batch:
         return batch
-    row = {
-        name: values.flatten(-2).unsqueeze(-2) if values.dim() > 2 else values.reshape(1, -1)  # [4, B, L] of M-RoPE
-        for name, values in batch.items()
-    }
+    tokens = batch["position_ids"].shape[-2:]
+
+    def one(values: Tensor) -> Tensor:
+        by_token = values.shape[-2:] == tokens and values.dim() <= 3  # [4, B, L] of M-RoPE; no pixels
+        return values.flatten(-2).unsqueeze(-2) if by_token else values
+
+    row = {name: one(values) for name, values in batch.items()}
     ends = document_ends(batch["position_ids"])
     return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
 
@@ -173,15 +177,13 @@ def _with_blocks(model: nn.Module, few: bool) -> Verdict:
 
     A leak shows with any weights: a second draw tells it from a router's tie, which rounding may break either way.
     """
-    options, varlen = forward_options(model), is_varlen(model)
-    labels = inspect.signature(model.forward).parameters.get("labels")
-    must_have_labels = labels is not None and labels.default is labels.empty
+    varlen = is_varlen(model)
     found: Leak | None = None
     for seed in SEEDS:
         with copied(model, varlen, few, seed) as trial:
             for rows in (1, M_ROPE_ROWS) if _is_m_rope(model) else (1,):
                 try:
-                    leak = judge(trial, partial(_given, options, must_have_labels, varlen, rows))
+                    leak = judge(trial, given_in_training(trial, varlen, rows), documents())
                 except Exception:
                     if rows == 1:
                         raise
@@ -200,17 +202,33 @@ def _with_blocks(model: nn.Module, few: bool) -> Verdict:
     return Verdict(leak=read or f"{name} lets documents see each other ({found.words})")
 
 
+def given_in_training(model: nn.Module, varlen: bool, rows: int) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
+    """Return what makes of a row, of one document or packed, what training gives the forward of a model.
+
+    varlen, rows  as `is_varlen` and `position_rows` say
+    """
+    labels = inspect.signature(model.forward).parameters.get("labels")
+    must_have_labels = labels is not None and labels.default is labels.empty
+    return partial(_given, forward_options(model), must_have_labels, varlen, rows, DocumentMasks.of(model))
+
+
 def _given(
-    options: Mapping[str, Any], must_have_labels: bool, varlen: bool, rows: int, row: Mapping[str, Tensor]
+    options: Mapping[str, Any],
+    must_have_labels: bool,
+    varlen: bool,
+    rows: int,
+    masks: DocumentMasks | None,
+    row: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Return what training gives a forward of a row, of one document or packed."""
+    """Return what training gives a forward of a row."""
     if must_have_labels:
         row = {**row, "labels": row["input_ids"]}
     if varlen and "position_ids" in row:
         longest = row["input_ids"].shape[1]
         row = as_row(row, lengths := {"max_length_q": longest, "max_length_k": longest})
         options = {**options, **lengths}
-    return with_position_rows({**options, **row}, rows)
+    given = with_position_rows({**options, **row}, rows)
+    return given if masks is None else masks.of_documents(given)
 
 
 def _by_reading(model: nn.Module, untried: str) -> Verdict:
@@ -227,7 +245,7 @@ def _is_m_rope(model: nn.Module) -> bool:
     return sections or any(hasattr(type(module), "get_rope_index") for module in model.modules())
 
 
-def _key(model: nn.Module) -> Key | None:
+def key_of(model: nn.Module) -> Key | None:
     """Return what models that are alike in a trial share; None for one that no configuration describes.
 
     Beside the configuration these are the classes of modules, and the code of their forwards: some are patched.
@@ -248,7 +266,7 @@ def _code(forward: Any) -> Any:
     return getattr(forward, "__code__", type(forward))
 
 
-def _why_at_once(model: nn.Module) -> str | None:
+def why_at_once(model: nn.Module) -> str | None:
     """Return why packing is refused before a trial: no argument tells where documents end, or layers ignore it."""
     name = type(inner_model(model)).__name__
     if "position_ids" not in _parameters(model):

@@ -41,7 +41,8 @@ Give = Callable[[Document], dict[str, Any]]
 
 LENGTHS = (11, 7)  # of documents that are unlike each other
 FIRST_ID, IDS = 3, 50  # of tokens: small ones, since special tokens of images are the last
-CHANGED = 4  # the token of the first document
+TOKEN, CHANGED = "token", 4  # what is changed in the first document, and which
+COUNTED, WHICH = {2: "two", 3: "three"}, ("first", "second", "third")  # documents of a row, in words
 NEAR = 2e-4  # of the largest number that was wanted: rounding is 1e-5 of it at most, the smallest leak found 6e-3
 NAME, PLAIN = "packing_trial", ("eager", "sdpa")  # of attention functions
 LARGE, SEGMENTS = 2**14, 16  # numbers of a matrix whose products are narrowed, and columns that are left of it
@@ -60,20 +61,43 @@ class Leak(NamedTuple):
     sees_later: bool
 
 
-# --- documents, alone and in one row: what an extension to images or other layers adds to ------------------------
+# --- documents, alone and in one row; those with images are in packing_images.py ---------------------------------
 
 
-def documents() -> list[Document]:
-    """Return documents that are unlike each other, each as what a forward takes of it in a row of its own."""
+class Documents(NamedTuple):
+    """Lists documents of a trial that are unlike each other.
+
+    each       what a forward takes of a document in a row of its own: by token [1, L], and by image
+    changes    the first document with something changed, by what that is
+    positions  makes those of a document in a row of several: [L], or [4, L] of M-RoPE models
+    """
+
+    each: Sequence[Document]
+    changes: Mapping[str, Document]
+    positions: Callable[[Document], Tensor]
+
+
+def documents() -> Documents:
+    """Return two documents of text."""
     generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(FIRST_ID, IDS, (1, length), generator=generator)} for length in LENGTHS]
+    each = [{"input_ids": random_ids(length, generator)} for length in LENGTHS]
+    return Documents(each, {TOKEN: changed(each[0])}, lambda document: torch.arange(document["input_ids"].shape[1]))
 
 
-def packed(these: Sequence[Document]) -> Document:
-    """Return one row of documents, as training has it: positions start again in each."""
-    row = {name: torch.cat([each[name] for each in these], -1) for name in these[0]}
-    starts = [torch.arange(each["input_ids"].shape[1]) for each in these]
-    return row | {"position_ids": torch.cat(starts)[None]}
+def random_ids(length: int, generator: torch.Generator) -> Tensor:
+    """Return tokens of text [1, length]."""
+    return torch.randint(FIRST_ID, IDS, (1, length), generator=generator)
+
+
+def packed(these: Documents, each: Sequence[Document]) -> Document:
+    """Return one row of documents, as training has it: positions start again in each, images are in their order."""
+    row: Document = {}
+    for name in dict.fromkeys(name for document in each for name in document):
+        having = [document for document in each if name in document]
+        by_token = all(document[name].shape == document["input_ids"].shape for document in having)
+        row[name] = torch.cat([document[name] for document in having], -1 if by_token else 0)
+    positions = torch.cat([these.positions(document) for document in each], -1)
+    return row | {"position_ids": positions.unsqueeze(-2)}
 
 
 def changed(document: Document) -> Document:
@@ -86,7 +110,7 @@ def changed(document: Document) -> Document:
 # --- the trial ---------------------------------------------------------------------------------------------------
 
 
-def judge(model: nn.Module, give: Give) -> Leak | None:
+def judge(model: nn.Module, give: Give, these: Documents) -> Leak | None:
     """Return what is wrong with packed documents in a copy of a model; None for nothing. Raises Untried.
 
     give  makes of a row what the forward is called with
@@ -95,20 +119,26 @@ def judge(model: nn.Module, give: Give) -> Leak | None:
     def run(row: Document) -> Tensor:
         return _rows_of(model(**give(row)), row["input_ids"].shape[1])
 
-    first, second = these = documents()
-    other = changed(first)
-    wanted = [run(each) for each in these]
+    def run_packed(each: Sequence[Document]) -> tuple[Tensor, ...]:
+        return torch.split(run(packed(these, each)), [document["input_ids"].shape[1] for document in each], 1)
+
+    wanted = [run(each) for each in these.each]
     if not all(bool(each.isfinite().all()) for each in wanted):
         raise Untried("what it makes of random weights is not finite")
-    made, moved = (_by_documents(run(packed([each, second]))) for each in (first, other))
-    if _off(moved[0], made[0]) <= NEAR:
-        raise Untried("another token changes nothing in its own document")
-    for which, values, of in zip(("first", "second"), made, wanted, strict=True):
-        if (off := _off(values, of)) > NEAR:
-            sees_later = _off(run(other)[:, :CHANGED], wanted[0][:, :CHANGED]) > NEAR
-            return Leak(f"of two, the {which} is off by {off:.1g} of what it is in a row of its own", sees_later)
-    if (off := _off(moved[1], made[1])) > NEAR:
-        return Leak(f"of two, another token in the first moves the second by {off:.1g}", False)
+    made = run_packed(these.each)
+    moved = {what: run_packed([other, *these.each[1:]]) for what, other in these.changes.items()}
+    for what, values in moved.items():
+        if _off(values[0], made[0]) <= NEAR:
+            raise Untried(f"another {what} changes nothing in its own document")
+    of = f"of {COUNTED[len(made)]}"
+    for which, value, alone in zip(WHICH, made, wanted, strict=False):
+        if (off := _off(value, alone)) > NEAR:
+            sees_later = _off(run(these.changes[TOKEN])[:, :CHANGED], wanted[0][:, :CHANGED]) > NEAR
+            return Leak(f"{of}, the {which} is off by {off:.1g} of what it is in a row of its own", sees_later)
+    for what, values in moved.items():
+        for which, value, before in zip(WHICH[1:], values[1:], made[1:], strict=False):
+            if (off := _off(value, before)) > NEAR:
+                return Leak(f"{of}, another {what} in the first moves the {which} by {off:.1g}", False)
     return None
 
 
@@ -118,10 +148,6 @@ def _rows_of(output: Any, length: int) -> Tensor:
         if made.shape[:2] == (1, length):
             return made[..., :LOGITS].double()
     raise Untried("what its forward returns has no row for each token")
-
-
-def _by_documents(made: Tensor) -> tuple[Tensor, Tensor]:
-    return made[:, : LENGTHS[0]], made[:, LENGTHS[0] :]
 
 
 def _off(made: Tensor, wanted: Tensor) -> float:

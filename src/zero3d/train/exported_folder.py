@@ -25,7 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import has_tower
 from zero3d.models.foreign_code import no_foreign_code
 from zero3d.models.open import read_config
-from zero3d.models.packing import forward_options, position_rows, with_position_rows
+from zero3d.models.packing import given_in_training, inner_model, is_varlen, position_rows
 from zero3d.models.parts import IN_TEXT, choose
 from zero3d.models.targets import Targets
 from zero3d.train.export_places import ExportPlace
@@ -134,12 +134,12 @@ def verify(config: Config, engine: Engine, place: ExportPlace, base: Path | None
     of_model = Targets.of(model)
     by = "PeftModel" if place.kind == ADAPTER else choose(model.config).auto.__name__
     assert data.validation is not None
-    total, targets, of_positions = 0.0, 0, position_rows(model)
+    total, targets, given = 0.0, 0, given_in_training(inner_model(model), is_varlen(model), position_rows(model))
     rows = resolve_batch(config.train, ranks).micro_batch * (1 if config.zero.exact else ranks)
     for batch in validation_batches(data.validation, rows, limit=config.evaluate.batches):
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         count = int(of_model.count(batch) or 0)
         with torch.no_grad():
-            loss = float(model(**with_position_rows(batch, of_positions), **forward_options(model)).loss)
+            loss = float(model(**given(batch)).loss)
         total, targets = total + (loss * count if count else 0.0), targets + count
     return Reloaded(total / targets, by)

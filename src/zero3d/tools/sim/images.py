@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from zero3d.errors import ConfigError
 from zero3d.models.bases import sees_images
 from zero3d.models.copies import copy_with
-from zero3d.models.images import TOLD_APART, image_features, image_inputs
+from zero3d.models.document_masks import TOLD_APART
+from zero3d.models.images import image_features, image_inputs
 from zero3d.models.packing import inner_model
 from zero3d.tools.sim.patches import without_values
 from zero3d.tools.sim.stand_ins import empty_like

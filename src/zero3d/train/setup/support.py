@@ -37,6 +37,7 @@ from zero3d.models.chain import find_chain
 from zero3d.models.codecs import CODECS
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.packing import check_packing, inner_model
+from zero3d.models.packing_images import image_packing
 from zero3d.models.places import CONFIG, config_json
 from zero3d.models.quantised import find_layers
 from zero3d.models.quantised_experts import pack_stacks
@@ -47,6 +48,7 @@ from zero3d.tensor_parallel.parallelize import parallelize, read_styles
 
 MOST_TP = 64
 NUMBERED = re.compile(r"\.\d+(?=\.|$)")
+APART = "documents of a sequence do not see each other"
 PACKED = ("packed_colwise", "packed_rowwise")
 
 
@@ -157,8 +159,18 @@ def _images(model: nn.Module) -> Row:
 
 
 def _packing(model: nn.Module) -> Row:
-    untried = check_packing(model)
-    return Row("packing", True, untried or "documents of a sequence do not see each other")
+    if not sees_images(model):
+        return Row("packing", True, check_packing(model) or APART)
+    why = image_packing(model)
+    try:
+        text = check_packing(model) or APART
+    except ConfigError as error:
+        if why:
+            raise
+        return Row("packing", True, f"{APART} where they have images; of text alone: {error}")
+    return Row(
+        "packing", True, f"{text}; those with images are not packed: {why}" if why else f"{text}, with images too"
+    )
 
 
 def _lora(model: nn.Module) -> Row:

@@ -1,0 +1,98 @@
+"""Documents with images in one row are what they are in rows of their own, or packing them is refused."""
+
+import pytest
+import torch
+import vision
+
+from zero3d.models import packing_images
+from zero3d.models.document_masks import DocumentMasks
+from zero3d.models.document_positions import DocumentPositions
+from zero3d.models.packing import given_in_training
+from zero3d.models.packing_images import image_packing
+
+PACKED = [name for name in vision.EVERY if name != "qwen3_5"]
+SHORT = ("gemma3", "internvl", "qwen3_vl")
+NEAR = {  # not 1e-12
+    "llama4": 1e-8,  # it rotates in fp32
+    "paligemma": 1e-9,  # its own positions begin at 1, and angles are computed in fp32
+}
+KINDS = ("token_type_ids", "mm_token_type_ids")
+
+
+def some(names):
+    return [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+def document(name, before, after, seed, images=1):
+    """A document in a row of its own, with an image between so many tokens of text."""
+    generator = torch.Generator().manual_seed(seed)
+    made = vision.micro_batch(name, generator, 1)
+    ids = made.pop("input_ids")
+    image = (ids == vision.IMAGE).nonzero()[:, 1]
+    text = torch.randint(3, 59, (1, before + after), generator=generator)
+    taken = [text[:, :before], *[ids[:, image]] * images, text[:, before:]]
+    made = {"input_ids": torch.cat(taken, 1)} | {key: made[key] for key in made if images and key != "labels"}
+    return made | {key: (made["input_ids"] == vision.IMAGE).long() for key in KINDS if key in made}
+
+
+def row_of(model, documents):
+    """The documents in one row, with the positions that a data worker makes."""
+    positions = DocumentPositions.of(model)
+    places = []
+    for each in documents:
+        ids = each["input_ids"][0]
+        given = {key: value[0] if key in KINDS else value for key, value in each.items() if key != "input_ids"}
+        places.append(torch.arange(len(ids)) if positions is None else positions(ids, given))
+    row = {"position_ids": torch.cat(places, -1).unsqueeze(-2)}
+    for key in documents[0]:
+        by_token = key in (*KINDS, "input_ids")
+        row[key] = torch.cat([each[key] for each in documents if key in each], 1 if by_token else 0)
+    return row
+
+
+@pytest.mark.parametrize("name", some(PACKED))
+def test_packed_documents_with_images_are_what_they_are_alone(name):
+    model = vision.model(name).double().eval()
+    assert image_packing(model) is None
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.any():  # such as Gemma 3's projector
+                p.normal_(std=0.3)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the usual one has no fp64
+    give, near = given_in_training(model, False, 1), NEAR.get(name, 1e-12)
+    documents = [document(name, 9, 0, 1), document(name, 0, 5, 2), document(name, 3, 4, 3)]
+
+    def logits(row):
+        given = {key: value.double() if value.is_floating_point() else value for key, value in row.items()}
+        with torch.no_grad():
+            return model(**give(given)).logits[0]
+
+    lengths = [each["input_ids"].shape[1] for each in documents]
+    packed = logits(row_of(model, documents)).split(lengths)
+    for made, each in zip(packed, documents, strict=True):
+        wanted = logits(each)
+        assert (made - wanted).abs().max() <= near * wanted.abs().max()
+    other = documents[0] | {"pixel_values": document(name, 9, 0, 4)["pixel_values"]}
+    moved = logits(row_of(model, [other, *documents[1:]])).split(lengths)
+    assert [made.equal(before) for made, before in zip(moved, packed, strict=True)] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("paligemma", marks=pytest.mark.long)])
+def test_blocks_of_images_that_transformers_looks_up_in_another_document_are_found(monkeypatch, name):
+    monkeypatch.setattr(packing_images, "_found", {})
+    monkeypatch.setattr(DocumentMasks, "of", lambda model: None)
+    assert "lets documents with images see each other (of three, the" in image_packing(vision.model(name))
+
+
+def test_a_model_in_which_images_change_nothing_counts_as_not_tried():
+    model = vision.model("llava")
+    model.model.multi_modal_projector.forward = lambda features: features * 0
+    assert "could not be tried (another image changes nothing in its own document)" in image_packing(model)
+
+
+def test_layers_that_run_across_documents_and_attention_without_our_masks_are_named():
+    assert "layers that run across documents (linear_attention)" in image_packing(vision.model("qwen3_5"))
+    model = vision.model("gemma3")
+    model.config.text_config._attn_implementation = "flex_attention"
+    assert "made for eager and sdpa attention" in image_packing(model)
