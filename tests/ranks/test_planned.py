@@ -94,7 +94,6 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth(ranks, tmp_path):
     assert about_plans(second) == []  # the first rank alone makes a plan
 
 
-@pytest.mark.long
 def test_ten_steps_leave_a_profile_by_which_the_same_run_is_planned_as_long_as_it_took(ranks, tmp_path):
     made = run_of(tmp_path, 10)
     (line,) = about_plans(ranks(1, said, made)[0])
