@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.bases import base_of
-from zero3d.models.images import TOLD_APART, image_features, image_inputs
+from zero3d.models.document_masks import TOLD_APART
+from zero3d.models.images import image_features, image_inputs
 
 IMAGE, START, END, VIDEO, AUDIO = 63, 62, 61, 60, 59  # what stands for an image's features, and what is around them
 FIRST, TEXTS = 3, 50  # tokens of text: the first, and how many
