@@ -88,6 +88,7 @@ def all_of(cases):
     return [trained(*case) for case in cases]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [
     [(0, "fp32", False), (1, "split", True), (3, "fp32", True)],
     pytest.param([(2, "fp32", True), (3, "split", False), (3, "fp32", True)], marks=pytest.mark.long),
@@ -269,6 +270,7 @@ def test_what_belongs_outside_of_the_averages_is_refused_inside(tmp_path):
 # --- a run ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_evaluates_averages_beside_weights_exports_them_and_goes_on_with_them(ranks, tmp_path, world):
     save_model(tmp_path / "model")

@@ -211,6 +211,7 @@ def adapted(folder, ep, dp=None, pp=None):
     return losses, again.fingerprint() == engine.fingerprint()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_adapters_of_shared_experts_are_those_of_one_process(ranks, tmp_path, world):
     from safetensors.torch import load_file

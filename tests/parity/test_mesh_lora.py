@@ -25,6 +25,7 @@ def trained(family, shape, stages, options):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "shape", "stages", "options"), [
     ("llama", (1, 2, 2), (3,), {"schedule": "1f1b"}),
     pytest.param("llama", (1, 2, 2), (0, 3), {"schedule": "1f1b"}, marks=pytest.mark.long),

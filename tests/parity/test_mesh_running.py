@@ -39,6 +39,7 @@ def adapted(cases):
         return [run(case, "fp64", lora=True) for case in cases]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [
     pytest.param(
         [("llama", (1, 2, 1), 3, None, False, "none", PLAIN), ("llama", (1, 2, 1), 1, None, True, "full", WHOLE)],
@@ -173,6 +174,7 @@ def answers(family, shape, sequence):
         return [t.tolist() for t in tokens], float(loss), step(engine, 0, 2)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "shape", "sequence"), [
     *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen3", (1, 2, 1), True), ("gpt2", (1, 2, 1), False))),
     ("llama", (1, 2, 2), True),

@@ -155,6 +155,7 @@ def test_experts_are_made_orthogonal_one_by_one_at_any_ep(ranks, family, cases):
 # --- going on ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_going_on_at_another_dp_is_the_uninterrupted_run(ranks, tmp_path):
     check_going_on(ranks, tmp_path)
 
@@ -269,6 +270,7 @@ PARTS = [((2, 2, 1), 3, range(1)), ((1, 2, 2), 1, range(1, 2)), ((2, 1, 2), 0, r
 FEW_PARTS = [((2, 2, 1), 3, range(1)), ((2, 1, 2), 1, range(1, 3))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [FEW_PARTS, pytest.param(PARTS, marks=pytest.mark.long)], ids=["few", "all"])
 def test_momenta_go_on_over_another_tp_and_pp(ranks, tmp_path, parts):
     straight = ranks(1, on_mesh, str(tmp_path / "straight"), (1, 1, 1), 1, range(parts[-1][2].stop))[0]

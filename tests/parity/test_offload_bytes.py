@@ -106,6 +106,7 @@ def test_bytes_of_a_parameter_are_those_of_the_formulas(tmp_path):
 # --- after the first step -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "stage"), [
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ("disk, device updates", 1), ("all on host", 3), ("host", 2), ("part on host", 0),

@@ -167,6 +167,7 @@ def check_narrow(folder, kinds):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kinds", [["bf16"], pytest.param(["bf16", "fp32"], marks=pytest.mark.long)], ids=" ".join)
 def test_moments_in_bf16_are_saved_as_they_are_and_load_as_either(alone, tmp_path, kinds):
     alone(check_narrow, str(tmp_path), kinds)

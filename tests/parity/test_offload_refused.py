@@ -94,6 +94,7 @@ def test_a_folder_that_another_process_uses_is_refused_and_the_model_can_be_used
     assert engine.step().applied
 
 
+@pytest.mark.long
 def test_a_folder_that_another_engine_of_this_process_uses_is_refused_until_that_is_dropped(tmp_path):
     offload = {"optimizer": "disk", "directory": tmp_path}
     engine = zero3d.Engine(build("net"), stage=2, offload=offload)

@@ -34,6 +34,7 @@ def counted(forward, calls):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "forwards"), [
     *(pytest.param(*case, marks=pytest.mark.long) for case in (("none", 1), ("full", 2))), ("every:2", 2),
 ])  # fmt: skip

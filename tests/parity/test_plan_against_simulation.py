@@ -194,6 +194,7 @@ def test_decoded_matrices_take_as_much_for_few_tokens_as_for_many(models):
     assert max(at.gradients for at in instants) >= 2 * CONFIG["hidden_size"] * CONFIG["intermediate_size"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "packed", "layers"), [
     (P(dp=2, sp=2, stage=3), False, 2),
     *(pytest.param(*case, marks=long) for case in [
@@ -214,6 +215,7 @@ def test_a_plan_of_shared_sequences_has_the_bytes_and_traffic_of_the_dry_run(alo
     assert 0.97 <= ratio(alone, models, plan, packed=packed, layers=layers) <= 1.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "layers"), [
     (P(dp=8, stage=3, gather_wire="int8", second_shard=4, accumulate=2), 2),
     *(pytest.param(*case, marks=long) for case in [

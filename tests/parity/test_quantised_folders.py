@@ -119,6 +119,7 @@ def test_what_is_decoded_has_the_librarys_bits(tmp_path, name):
     assert not hasattr(plain.module.config, "quantization_config")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nf4-double", *(pytest.param(each, marks=pytest.mark.long) for each in FOLDERS)])
 def test_losses_are_those_of_adapters_on_the_decoded_base(tmp_path, name):
     from transformers import AutoModelForCausalLM

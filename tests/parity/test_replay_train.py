@@ -39,6 +39,7 @@ def broken_run(made, rank, backwards, resume=None):
     return None
 
 
+@pytest.mark.long
 def test_an_alarm_ends_the_run_and_says_which_checkpoint_is_older_than_the_last_clean_replay(ranks, folder):
     made = tree(folder, health={"replay": 2}, checkpoint={"every": 1, "keep": 9}, train={"steps": 5})
     # Steps have two backwards, and one more where there is a replay: in steps 2 and 4. The 10th is the last of those.

@@ -62,6 +62,7 @@ def only_rank_1(made):
     return train(made, stop_in=2 if dist.get_rank() == 1 else None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shapes", "data"),
     [

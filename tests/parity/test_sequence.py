@@ -346,6 +346,7 @@ def goes_on(folder, degrees, steps, **options):
 OTHER_PARTS = "(gradients are summed over other parts of sequences)"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saved", "resumed"), [
     ({"sp": 2, "accumulate": 2}, [
         ({"sp": 2, "dp": 4, "stage": 1, "activations": "full"}, ["bitwise: as if it had not been interrupted, dp 2 -> 4, stage 3 -> 1"]),

@@ -107,6 +107,7 @@ def test_a_loop_of_accelerates_is_that_of_one_rank(ranks, by_mesh):
         assert found[1:] == (rates, seen, metrics, names)
 
 
+@pytest.mark.long
 def test_groups_have_parts_of_the_data(ranks):
     found = ranks(4, accelerated, 2)
     (metrics,) = {tuple(metrics) for *_, metrics, _ in found}

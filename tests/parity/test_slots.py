@@ -316,6 +316,7 @@ def both_go_on(folder, last):
     return begin, engine.fingerprint()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dies", [((3, 1),), pytest.param(((2, 0), (3, 1), (5, 0)), marks=pytest.mark.long)])
 def test_a_rank_that_has_committed_a_step_which_another_has_not_goes_back(ranks, tmp_path, dies):
     ((_, expected), _) = ranks(2, both_go_on, str(tmp_path / "alone"), 6)

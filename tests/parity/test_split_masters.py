@@ -92,6 +92,7 @@ def check(ranks, cases):
                     assert planned == measured, (category, case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dp", [dp if dp == 2 else pytest.param(dp, marks=pytest.mark.long) for dp in DP])
 def test_whatever_else_an_engine_does_the_bits_are_those_of_fp32_masters(ranks, dp):
     check(ranks, [case for case in FEW if case[0] == dp])
@@ -137,6 +138,7 @@ def check_mesh(ranks, tmp_path, family, shape, stage, schedule):
         assert written != before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "shape", "stage", "schedule"), [
     MESHES[0], pytest.param(*MESHES[1], marks=pytest.mark.long),
 ])  # fmt: skip

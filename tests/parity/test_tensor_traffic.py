@@ -61,6 +61,7 @@ SELDOM = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in SELDOM)]
 )

@@ -33,6 +33,7 @@ def test_losses_are_the_same_at_every_dp_and_a_run_goes_on_at_another(ranks, fol
     assert one[-1]["loss"] < one[0]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_adapters_beside_a_projector_with_a_rate_of_its_own_learn_from_images(ranks, folder, world):
     made = run(

@@ -177,6 +177,7 @@ def train_until_full(made, full_at, world_rank):
         writing._give = original
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on_later(ranks, folder, rank):
     made = tree(folder, train={"steps": 4}, checkpoint={"every": 1, "keep": 2, "export": False})

@@ -57,6 +57,7 @@ OWN = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "stage", "policies"),
     [

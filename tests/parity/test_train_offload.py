@@ -40,6 +40,7 @@ def printed(ranks, folder, name, given):
     return ranks(2, run_in, str(folder), [str(file)])[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("places", [
     ("resident", "mixed"), pytest.param(tuple(PLACES), marks=pytest.mark.long),
 ], ids=["few", "all"])  # fmt: skip

@@ -127,6 +127,7 @@ def chunks(raw, head=7, block=1 << 15, whole=1, last=4):
             data = b""
 
 
+@pytest.mark.long
 def test_a_trace_of_the_asked_steps_is_readable(ranks, folder):
     made = tree(folder, profile={"steps": 2, "after": 1}, train={"steps": 4})
     ranks(2, train, made)

@@ -51,6 +51,7 @@ def split(ranks, folder, dp):
     ]
 
 
+@pytest.mark.long
 def test_a_run_over_pipeline_stages_is_the_run_without(folder, dp, alone, split):
     for name in ("loss", "grad_norm", "lr", "tokens", "epoch"):
         assert field(split, name) == field(alone, name)

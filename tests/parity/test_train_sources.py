@@ -23,6 +23,7 @@ def weighted(folder, output, **sections):
     return made
 
 
+@pytest.mark.long
 def test_weighted_sources_are_the_same_at_another_dp_and_evaluated_one_by_one(ranks, folder):
     (alone,) = ranks(1, train, weighted(folder, "one"))
     assert field(alone, "epoch") == [4 * step / 20 for step in range(1, 6)]  # 14 rows each, 4 of which are held out

@@ -44,6 +44,7 @@ def test_a_run_over_tp_ranks_is_the_run_of_one_process(folder, alone, split):
     assert [line["step"] for line in metrics(run_of(folder, "two", 2))] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_over_another_axis(ranks, folder, alone, split):
     """Two steps on tp 2, the rest on dp 2."""
     made = run_of(folder, "two", 1, checkpoint={"export": False, "every": 2, "keep": 9})

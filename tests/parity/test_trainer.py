@@ -128,6 +128,7 @@ def adapters():
     return get_peft_model(hf("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
+@pytest.mark.long
 def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path):
     options = SAVED | {"learning_rate": 0.05}
     wanted = ranks(1, logged, "plain", tmp_path / "plain", options, None, adapters)[0]
@@ -195,6 +196,7 @@ def generating(kind, folder):
     return (steps, [found.metrics["test_loss"]]), found.predictions.tolist()
 
 
+@pytest.mark.long
 def test_a_patched_trainer_generates_in_evaluation(ranks, tmp_path):
     wanted, tokens = ranks(2, generating, "plain", tmp_path)[0]  # T5 leaves token weights out: no curve of one process
     for found, predicted in ranks(2, generating, 3, tmp_path):
@@ -392,6 +394,7 @@ def judging(kind, folder, scores):
                   partial(classifier, "reward" if scores else "classes"))  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scores", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sequence_classification_and_reward_models(ranks, tmp_path, scores):
     wanted = ranks(2, judging, "plain", tmp_path / "plain", scores)[0]  # the Trainer's factors differ on one process
@@ -519,6 +522,7 @@ def stages_of_training(kind, folder, fails):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.long), True], ids=["in-stages", "interrupted"])
 def test_a_second_trainer_trains_the_model_of_the_first(ranks, tmp_path, fails):
     wanted = ranks(1, stages_of_training, "plain", tmp_path / "plain", fails)[0]

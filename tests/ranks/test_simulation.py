@@ -102,6 +102,7 @@ def test_a_simulated_rank_has_the_bytes_and_messages_of_a_real_one(ranks, alone,
             assert got == wanted, part
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overrides", [["zero.stage=2"], *(pytest.param(words, marks=pytest.mark.long) for words in (
     ["zero.exact=true"], ["zero.stage=1", "mesh.pp=2", "train.accumulate=2"],
     ["zero.stage=3", "zero.exact=true", "mesh.pp=2", "train.accumulate=2"],

@@ -201,6 +201,7 @@ def test_compiled_models_keep_their_names_and_bits(how, stage):
     assert all(isinstance(block.forward, Recomputed) == ("recomputed" in how) for block in engine.module.layers)
 
 
+@pytest.mark.long
 def test_an_engine_compiles_blocks_says_so_and_gives_them_back_plain():
     graphs, model = [], build("net")
 

@@ -22,6 +22,7 @@ def told(capsys):
     return {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
 
 
+@pytest.mark.long
 def test_planted_problems_are_named_with_what_to_type(tmp_path, capsys, monkeypatch):
     """An interface that is not there, a taken port, a host without a way to it, a clock, a low limit of open files."""
     for name in ("RANK", "MASTER_PORT"):

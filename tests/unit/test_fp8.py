@@ -96,6 +96,7 @@ def test_recomputed_blocks_and_every_stage_have_the_same_bits():
     assert len(set(fingerprints)) == 1
 
 
+@pytest.mark.long
 def test_a_closed_engine_gives_plain_layers_back_and_a_checkpoint_says_what_it_was_trained_in(tmp_path):
     model = model_of()
     with torchao():

@@ -190,6 +190,7 @@ def test_when_the_calls_time_is_up_parts_are_left_for_the_next(parts, tmp_path, 
     assert check(parts, ("passes",), tmp_path / "out.json", "--resume")[0] == 0
 
 
+@pytest.mark.long
 def test_the_file_is_whole_whenever_it_is_read(tmp_path):
     out, ended = tmp_path / "out.json", threading.Event()
     account.write_json(out, {"rows": []})

@@ -28,6 +28,7 @@ def traced(tmp_path, monkeypatch):
     return calls
 
 
+@pytest.mark.long
 def test_what_is_read_is_what_a_trace_finds(tmp_path, monkeypatch):
     monkeypatch.setenv("ZERO3D_CACHE", str(tmp_path))
     settings = {"lora": Lora(rank=2, targets=("all-linear",)), "packed": True}

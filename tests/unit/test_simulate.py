@@ -205,11 +205,13 @@ def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
     assert said in error or (said == "ConfigError" and error.startswith("ConfigError: "))
 
 
+@pytest.mark.long
 def test_a_dry_run_has_the_dp_that_a_run_shrinks_to(alone):
     shrinks = tiny("mesh.dp=4", "health.min_ranks=1", "train.batch=8", "zero.stage=0")
     assert alone(dry, Request(to_dict(shrinks), 1, 2, "nccl")).alike == (0, 1)
 
 
+@pytest.mark.long
 def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, monkeypatch, tmp_path):
     width = {}
 

@@ -177,6 +177,7 @@ def from_the_host(faults, layers, ranks, places, resident=False):
         )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layers", "ranks", "places"), [
     (4, 1, {"params": "host"}), pytest.param(8, 1, {"params": "host"}, marks=pytest.mark.long),
     pytest.param(4, 4, {"params": "host"}, marks=pytest.mark.long),

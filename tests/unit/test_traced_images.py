@@ -47,6 +47,7 @@ def test_packed_sequences_have_none_and_short_ones_no_room_for_one():
     assert find_images(model, 3, packed=False) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "packed", "told"), [
     ("llava", False, "every sequence was traced with an image of 4 tokens"),
     pytest.param("llava", None, "every sequence was traced with an image of 4 tokens", marks=pytest.mark.long),

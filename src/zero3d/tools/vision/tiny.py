@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zero3d.errors import ConfigError
 from zero3d.models.bases import base_of
 from zero3d.models.document_masks import TOLD_APART
+from zero3d.models.foreign_code import no_foreign_code
 from zero3d.models.images import image_features, image_inputs
 
 IMAGE, START, END, VIDEO, AUDIO = 63, 62, 61, 60, 59  # what stands for an image's features, and what is around them
@@ -203,13 +204,13 @@ def _kinds_of_tokens(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 def _built(config: Any, seed: int) -> nn.Module:
     from transformers import AutoModelForImageTextToText as Auto
 
-    with torch.device("meta"):
-        size = sum(p.numel() for p in Auto.from_config(copy.deepcopy(config)).parameters())
+    with no_foreign_code(), torch.device("meta"):
+        size = sum(p.numel() for p in Auto.from_config(copy.deepcopy(config), trust_remote_code=False).parameters())
     if size > LARGEST:
         raise ValueError(f"{size:,} parameters: no rule shrinks it")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with no_foreign_code(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model: Any = Auto.from_config(config)
+        model: Any = Auto.from_config(config, trust_remote_code=False)
         for p in model.parameters():
             if p.dim() == 1:
                 p.add_(torch.randn(p.shape) * 0.1)
