@@ -30,12 +30,13 @@ from zero3d.data.image_files import BadImage
 from zero3d.data.image_rules import Outputs, Rules, find_rules
 from zero3d.data.tokenizers import is_panic
 from zero3d.errors import ConfigError
+from zero3d.models.document_masks import TOLD_APART
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 VIDEOS = "video_preprocessor_config.json"
 PIXELS = "images"  # the entry of a sample that has what the processor made of each of its documents with images
-KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # what tells tokens of images from others
+KINDS = (*TOLD_APART, "moe_mm_token_type_ids")  # what tells tokens of images from others
 PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")  # which some processors need beside Pillow
 SIDES = (1, 2, 4, 8, 16, 28, 32, 56, 64, 112, 224, 448)  # pixels of a blank image: the first that a processor takes
 LONGEST = 300  # characters of an error of transformers
