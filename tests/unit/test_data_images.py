@@ -332,6 +332,8 @@ def test_a_dataset_of_ones_own_gives_images_of_pillow_and_so_does_its_copy_in_a_
     ("text.png", "is not an image"),
     ("cut.png", "is damaged .*: copy it again"),
     ("huge.png", "has 9000 x 9000 = 81,000,000 pixels, more than 67,108,864"),
+    ("long.webp", "has 2,147,483,648 bytes, more than 1,073,741,824: make it smaller"),
+    ("pipe.png", "is not a regular file"),
 ])  # fmt: skip
 def test_a_bad_image_is_told_with_file_record_and_remedy(folder, image, why):
     from PIL import Image
@@ -343,6 +345,11 @@ def test_a_bad_image_is_told_with_file_record_and_remedy(folder, image, why):
     (images / "cut.png").write_bytes((images / "whole.png").read_bytes()[:4000])
     if image == "huge.png":
         Image.new("1", (9000, 9000)).save(images / image)
+    if image == "long.webp":
+        Image.new("RGB", (9, 9)).save(images / image)
+        os.truncate(images / image, 1 << 31)
+    if image == "pipe.png":
+        os.mkfifo(images / image)
     rows = [record(image), record("0.png")]
     with pytest.raises(DataError, match=why):
         data = opened(folder, rows)
@@ -357,6 +364,44 @@ def test_a_bad_image_is_told_with_file_record_and_remedy(folder, image, why):
         assert len(opened(folder, rows, skip_bad_lines=True).train) == 1
         with pytest.raises(BadImage):
             size_of(images, image)
+
+
+def test_a_processor_that_raises_is_told_with_file_and_record_and_skipped_where_that_is_allowed(folder, monkeypatch):
+    def fails_at(wrong):
+        call = Vision._call
+
+        def fails(vision, documents):
+            raw = vision._processor._process_images
+            vision._processor._process_images = lambda images, **options: (
+                1 / 0 if any(wrong(image) for document in images for image in document) else raw(images, **options)
+            )
+            try:
+                return call(vision, documents)
+            finally:
+                del vision._processor._process_images
+
+        monkeypatch.setattr(Vision, "_call", fails)
+
+    rows, why = [record("5.png"), record("0.png")], r"LlavaProcessor of .* raised ZeroDivisionError for an image of "
+    with monkeypatch.context(), pytest.raises(DataError, match=rf"rows.json:record 1: {why}49 x 20 pixels: division"):
+        fails_at(lambda image: image.size == (49, 20))  # already when tokens are made
+        opened(folder, rows)
+    monkeypatch.undo()
+    data, lenient = opened(folder, rows).train, opened(folder, rows, skip_bad_lines=True).train
+    fails_at(lambda image: image.getpixel((0, 0)) == (0, 0, 255))  # of pixels: the blue one
+    with pytest.raises(DataError, match=rf"sequence 0, with 5.png: {why}.*; or leave such samples out with data.skip"):
+        data[0]
+    with pytest.warns(UserWarning, match=rf"with 5.png: {why}.*Another sample with images stands in for it"):
+        assert lenient[0]["input_ids"].equal(data[1]["input_ids"])
+
+
+def test_a_token_of_images_in_a_text_is_told(tmp_path):
+    messages, names = shown(tmp_path, "gemma3")  # whose mark in a text is another token
+    tokens = ImageTokens(load_tokenizer(None, str(tmp_path)), Vision(tmp_path, TAKES), tmp_path)
+    tokens.encode(messages, names)
+    messages[0]["content"][1]["text"] = "what is <soft>?"
+    with pytest.raises(ValueError, match="its text has 9 tokens <soft>, and its 2 images are 8 of them"):
+        tokens.encode(messages, names)
 
 
 def test_an_image_of_another_size_than_when_tokens_were_made_is_told(folder):

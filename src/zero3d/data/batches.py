@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -205,7 +206,9 @@ def _stacked(sequences: Samples, samples: list[Sample] | DataError) -> Batch | D
 
 
 def _start_worker(_: int) -> None:
-    """Ignore signals to the process group: they are for the rank, which saves a checkpoint and closes its workers."""
+    """Begin a worker: one core is its share, and signals are for the rank, which saves a checkpoint and closes it."""
+    torch.set_num_threads(1)
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # read by the library itself, when it encodes
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

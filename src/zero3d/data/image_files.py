@@ -23,6 +23,9 @@ from typing import Any
 from zero3d.errors import ConfigError, short
 
 LARGEST = 1 << 26  # pixels of an image that is decoded: 8192 x 8192; more is a mistake or an attack
+LARGEST_FILE = (
+    1 << 30
+)  # bytes of its file, which some decoders read whole; so many pixels without compression are fewer
 FORMATS = (
     "PNG",
     "JPEG",
@@ -156,6 +159,8 @@ def _source(folder: Path, image: str | Mapping[str, Any]) -> tuple[Path | BytesI
             f"the image {short(name)} is a link to {path.resolve()}, out of {folder}: copy it there, or set "
             "data.images to the folder that has it"
         )
+    if (size := path.stat().st_size) > LARGEST_FILE:
+        raise BadImage(f"the image {path} has {size:,} bytes, more than {LARGEST_FILE:,}: make it smaller")
     return path, f"the image {path}"
 
 

@@ -79,11 +79,15 @@ class ImageSequences(Sequences):
                 images = [self._decode(*image) for image in zip(pictures.names, pictures.sizes, strict=True)]
                 return self._images.vision.shown(super().__getitem__(taken), [images])
             except BadImage as error:
+                place = f"sequence {taken:,}, with {', '.join(pictures.names)}"
                 if not self._images.skip:
-                    raise DataError(f"{error}; or leave such samples out with data.skip_bad_lines=true.") from error
+                    raise DataError(
+                        f"{place}: {error}; or leave such samples out with data.skip_bad_lines=true."
+                    ) from error
                 self._damaged += 1
                 warnings.warn(
-                    f"{error}. Another sample with images stands in for it (damaged so far: {self._damaged:,}).",
+                    f"{place}: {error}. Another sample with images stands in for it (damaged so far: "
+                    f"{self._damaged:,}).",
                     stacklevel=2,
                 )
         raise DataError("no image of the data is whole: copy them again.")

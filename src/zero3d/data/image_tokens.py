@@ -50,6 +50,12 @@ class ImageTokens:
         text, answers = self.vision.expand(rendered.text, rendered.answers, sizes)
         tokens = self._template.tokens(rendered._replace(text=text, answers=answers), start)
         ids = tokens.ids
+        found, wanted = ids.count(self.vision.image), self.vision.tokens(sizes)
+        if found != wanted:
+            raise ValueError(
+                f"its text has {found:,} tokens {self.vision.image_text}, and its {len(images):,} images are "
+                f"{wanted:,} of them: write that token in no text, for features of images replace it"
+            )
         end = len(ids) - ids[::-1].index(self.vision.image) if images else 0
         return tokens, Pictures(tuple(images), tuple(sizes), end)
 

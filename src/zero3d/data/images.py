@@ -7,7 +7,7 @@ How many tokens an image has, and which stand around them, is what the processor
 size (`replace_image_token`); sizes are read from headers, and a size is asked about once. Pixels are made of one
 document at a time, as the processor's own call takes a conversation, and joined when a batch is (image_rules.py).
 
-No family has code of its own: a processor's class is that of the folder, and what it makes is found by calling it.
+A processor's class is that of the folder, and what it makes is found by calling it: families have no code of their own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from zero3d.data.image_files import BadImage
 from zero3d.data.image_rules import Outputs, Rules, find_rules
 from zero3d.data.tokenizers import is_panic
 from zero3d.errors import ConfigError
+from zero3d.models.document_masks import TOLD_APART
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 VIDEOS = "video_preprocessor_config.json"
 PIXELS = "images"  # the entry of a sample that has what the processor made of each of its documents with images
-KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # what tells tokens of images from others
+KINDS = (*TOLD_APART, "moe_mm_token_type_ids")  # what tells tokens of images from others
 PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")  # which some processors need beside Pillow
 SIDES = (1, 2, 4, 8, 16, 28, 32, 56, 64, 112, 224, 448)  # pixels of a blank image: the first that a processor takes
 LONGEST = 300  # characters of an error of transformers
@@ -72,7 +73,7 @@ class Vision:
         self.mark_text = _mark(self._processor, folder)
         self._expansions: dict[Size, str] = {}
         self._found = self._find() if found is None else found
-        self._image_text = str(self.tokenizer.convert_ids_to_tokens(self.image))
+        self.image_text = str(self.tokenizer.convert_ids_to_tokens(self.image))
 
     def __reduce__(self) -> tuple[type[Vision], tuple[Path, frozenset[str], _Found]]:
         return Vision, (self.folder, self.takes, self._found)
@@ -124,7 +125,7 @@ class Vision:
 
     def tokens(self, sizes: Sequence[Size]) -> int:
         """Return how many tokens the images of a document have that features replace."""
-        return sum(expansion.count(self._image_text) for expansion in self._expanded(sizes))
+        return sum(expansion.count(self.image_text) for expansion in self._expanded(sizes))
 
     def _expanded(self, sizes: Sequence[Size]) -> list[str]:
         """Return what stands for each image of a document."""
@@ -222,7 +223,15 @@ class Vision:
         processor = self._processor
         try:
             made, texts = processor._process_images(documents, **self._options)
+            if getattr(processor, "default_use_image_id", False):  # MiniCPM-V numbers the images of each text
+                marks = [self.mark_text * len(images) for images in documents]
+                texts = processor._prepend_local_ids(marks, texts, self.mark_text)
             return {name: _tensor(value) for name, value in made.items()}, list(map(str, texts))
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"the processor of {self.folder} cannot be used: {type(processor).__name__} does not say which tokens "
+                "stand for an image."
+            ) from error
         except Exception as error:  # whatever a processor does
             sizes = ", ".join("{} x {}".format(*image.size) for images in documents for image in images)
             raise BadImage(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
+import torch
 
 from zero3d.data.encode import Counts, Encoded, Encoder, batches
 from zero3d.data.files import Source
@@ -163,6 +164,7 @@ def _start(encoder: Encoder) -> None:
     """Begin a worker: one core is its share, signals are for the rank, and it ends with the rank."""
     global _encoder
     _encoder = encoder
+    torch.set_num_threads(1)  # for processors of images
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # read by the library itself, when it encodes
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

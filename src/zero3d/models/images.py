@@ -1,6 +1,7 @@
 """Blank images: what a vision-language model is given where a micro-batch has no image of its own.
 
-    image_inputs   what a model's forward takes for one image, in the form in which its processor makes it
+    image_inputs   what a model's forward takes for one image, in the form in which its processor makes it: made by that
+                   processor where there is one (give_blank_image), else of the config
     image_features what takes the place of that image's tokens in the language model
     BlankImages    at stage 3 all ranks gather the same units, so the vision tower runs on every rank: where a
                    micro-batch has no image on a blank one, whose features count zero times
@@ -30,10 +31,33 @@ INPUTS = (  # what towers read
     "image_sizes",
     "image_grid_thw",
     "image_position_ids",
+    "image_merge_sizes",
+    "batch_num_images",
+    "num_local_patches",
+    "pixel_values_local",
+    "high_res_pixel_values",
+    "pixel_mask",
+    "spatial_shapes",
+    "target_sizes",
 )
 GRIDS = ("image_grid_thw", "spatial_shapes", "target_sizes", "image_grid_hw")  # patches of an image, by dimension
 UNFLATTENED = ("kimi_k25", "paddleocr_vl")  # types whose processors leave a patch as it is, [3, height, width]
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
+GIVEN = "zero3d_blank_image"  # the attribute of a base model with what its processor made
+
+
+class _Shared(dict[str, Tensor]):
+    """Tensors that copies of a model share."""
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+
+def give_blank_image(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Keep what a model's own processor makes of a blank image [1, ...]: `image_inputs` returns it for the smallest."""
+    base: Any = base_of(model_of(model))
+    takes = inspect.signature(base.get_image_features).parameters
+    vars(base)[GIVEN] = _Shared({name: tensor for name, tensor in inputs.items() if name in takes})
 
 
 def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
@@ -42,8 +66,11 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
     smallest  of the sizes that a model takes; else the largest of a list, or SIDE x SIDE where there is no list
     Raises ConfigError where a model's config does not tell the form of its images.
     """
+    base: Any = base_of(model_of(model))
+    if smallest and (given := vars(base).get(GIVEN)):
+        return dict(given)
     try:
-        return _image_inputs(base_of(model_of(model)), smallest)
+        return _image_inputs(base, smallest)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the config of {type(model_of(model)).__name__} does not describe its images "

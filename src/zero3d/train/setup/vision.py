@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 
 from zero3d.config import Config
 from zero3d.data.conversations import as_texts, has_images
 from zero3d.data.files import find_sources, function_of, parts_of_data
-from zero3d.data.image_files import require_pillow
+from zero3d.data.image_files import BadImage, require_pillow
 from zero3d.data.images import Vision
 from zero3d.data.own import OwnData
 from zero3d.data.records import BadRecord, Pictured, Record, first_record, has_pictures, record_of
 from zero3d.errors import ConfigError
+from zero3d.models.images import give_blank_image
 from zero3d.models.open import Opened
 
 
@@ -40,6 +42,8 @@ def open_vision(config: Config, opened: Opened) -> Vision | None:
             f"{opened.folder}: images are token {wanted} in config.json and token {vision.image} in the tokenizer: "
             "give model.path a folder whose model and processor belong together."
         )
+    with suppress(BadImage):  # then the config tells the form
+        give_blank_image(opened.module, vision.blank())
     return vision
 
 
