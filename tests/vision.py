@@ -6,6 +6,8 @@ FAMILIES = ["gemma3", "idefics3", "internvl", "llava", "llava_next", "paligemma"
 NEWER = ["llama4", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"]
 EVERY = ["gemma4", "mistral3", *NEWER, *FAMILIES]  # also those for which there is no processor here
 IMAGE, START, END = 63, 62, 61  # the token that images replace, and those around it
+VIDEO = 60
+WITH_VIDEOS = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
@@ -21,7 +23,7 @@ GEMMA4 = TEXT | {
 QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 QWEN_TOKENS = {
     "image_token_id": IMAGE,
-    "video_token_id": 60,
+    "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
@@ -40,7 +42,7 @@ def config(name, **options):
             text_config=TEXT | {"head_dim": 8, "sliding_window": 4}, vision_config=TOWER, mm_tokens_per_image=4,
             image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END),
         "gemma4": lambda: t.AutoConfig.for_model(
-            "gemma4", audio_config=None, image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END, video_token_id=60,
+            "gemma4", audio_config=None, image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END, video_token_id=VIDEO,
             text_config=GEMMA4, vision_config=TOWER | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4,
                                                        "position_embedding_size": 64}),
         "idefics3": lambda: t.Idefics3Config(
@@ -144,6 +146,24 @@ def micro_batch(name, generator, sequences=2, length=24):
     if name == "gemma4":
         made["mm_token_type_ids"] = (ids == IMAGE).long()
     return made
+
+
+def with_videos(batch, generator):
+    """The same micro-batch with a video of one frame behind each image."""
+    ids = batch["input_ids"].clone()
+    ids[:, 12], ids[:, 13:17], ids[:, 17] = START, VIDEO, END
+    return batch | {
+        "input_ids": ids, "labels": ids.clone(), "mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == VIDEO),
+        "pixel_values_videos": torch.randn(batch["pixel_values"].shape, generator=generator),
+        "video_grid_thw": batch["image_grid_thw"].clone(),
+    }  # fmt: skip
+
+
+def videos_alone(batch):
+    """The same micro-batch without its images."""
+    ids = torch.where(batch["input_ids"] == IMAGE, 5, batch["input_ids"])
+    kept = {name: t for name, t in batch.items() if name not in ("pixel_values", "image_grid_thw")}
+    return kept | {"input_ids": ids, "labels": ids.clone(), "mm_token_type_ids": 2 * (ids == VIDEO)}
 
 
 def text_alone(batch):

@@ -1,27 +1,40 @@
-"""Micro-batches with and without images side by side: at stage 3 a blank one runs the tower, without any effect."""
+"""Micro-batches with and without images side by side: at stage 3 blank ones run the tower, without any effect."""
+
+import warnings
 
 import pytest
 import torch
 from models import adamw
-from vision import EVERY, micro_batch, model, text_alone
+from vision import EVERY, WITH_VIDEOS, micro_batch, model, text_alone, videos_alone, with_videos
 
 import zero3d
 from zero3d.activations import recompute
+from zero3d.engine.tower_calls import TowerCalls
 from zero3d.errors import ConfigError
-from zero3d.models.images import BlankImages
+from zero3d.models.images import CALLS, BlankImages, tower_parameters
 
 SHORT = ("llava", "qwen3_vl")  # the second reads features at its blocks, too
 CASES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in EVERY]
-IMAGES = [[True, False], [False, True], [False, False], [True, True]]  # by step, of each rank
+# What each rank's micro-batch has in a step: images, videos, both, or neither. Some types run the tower for each.
+IMAGES = [["i", "-"], ["-", "i"], ["-", "-"], ["i", "i"]]
+VIDEOS = [["iv", "i"], ["-", "iv"], ["i", "v"], ["v", "-"]]
 
 
 def batches(name):
     generator = torch.Generator().manual_seed(1)
-    drawn = [[micro_batch(name, generator) for _ in step] for step in IMAGES]
+    steps = IMAGES + (VIDEOS if name in WITH_VIDEOS else [])
+    drawn = [[micro_batch(name, generator) for _ in step] for step in steps]
     return [
-        [batch if has else text_alone(batch) for batch, has in zip(step, which, strict=True)]
-        for step, which in zip(drawn, IMAGES, strict=True)
+        [shown(batch, what, generator) for batch, what in zip(step, whats, strict=True)]
+        for step, whats in zip(drawn, steps, strict=True)
     ]
+
+
+def shown(batch, what, generator):
+    if what in ("i", "-"):
+        return batch if what == "i" else text_alone(batch)
+    batch = with_videos(batch, generator)
+    return batch if what == "iv" else videos_alone(batch)
 
 
 def train_plain(name):
@@ -69,6 +82,98 @@ def test_ranks_with_images_beside_ranks_without_equal_one_process(ranks, name, s
     for found in (first, second):
         assert found[1] == pytest.approx(norms, rel=1e-4)
         assert found[2] == pytest.approx(weights, rel=1e-3)
+
+
+def towers_of(engine):
+    """Names of the units that have parameters of the tower alone; the root's has what is left of all."""
+    tower = set(tower_parameters(engine.module))
+    return {unit.name for unit in engine.units if tower.issuperset(unit.weights.params)}
+
+
+def train_text_alone(name):
+    """How often a unit of the tower was gathered in each of three steps of text, and in one with an image on a rank."""
+    engine, rank = zero3d.Engine(model(name), stage=3, precision="fp32", optimizer=adamw), torch.distributed.get_rank()
+    towers, gathered = towers_of(engine), []
+    for step in [batches(name)[2]] * 3 + [batches(name)[0]]:
+        engine.traffic.reset()
+        engine.train_batch([step[rank]])
+        gathered.append(sum(entry.op == "all_gather" and entry.unit in towers for entry in engine.traffic))
+    return gathered, len(towers)
+
+
+def test_steps_without_an_image_on_any_rank_gather_nothing_of_the_tower(ranks):
+    for gathered, units in ranks(2, train_text_alone, "qwen3_vl"):
+        assert gathered[1:3] == [0, 0]
+        assert gathered[3] >= units > 2
+
+
+def train_as_told(name):
+    """Losses of ranks that are told how often towers run, and may not ask; of ranks that ask."""
+    rank, found = torch.distributed.get_rank(), []
+    ask = TowerCalls.agree
+    for told in (True, False):
+        TowerCalls.agree = None if told else ask
+        engine = zero3d.Engine(model(name), stage=3, precision="fp32", clip_norm=0.5, optimizer=adamw)
+        calls = [1, 1, 0, 1, 2, 2, 1, 1]
+        steps = zip(batches(name), calls, strict=True)
+        given = [[step[rank] | ({CALLS: count} if told else {})] for step, count in steps]
+        found.append([float(engine.train_batch(step)) for step in given])
+    return found
+
+
+def test_ranks_that_are_told_how_often_towers_run_do_not_ask_each_other(ranks):
+    for told, asked in ranks(2, train_as_told, "qwen3_vl"):
+        assert told == asked
+
+
+def train_frozen(name, stage):
+    """Losses of a model whose tower is frozen, and what is reduced of it."""
+    given, rank = model(name), torch.distributed.get_rank()
+    for p in tower_parameters(given):
+        p.requires_grad_(False)
+    engine = zero3d.Engine(given, stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw)
+    losses = [float(engine.train_batch([step[rank]])) for step in batches(name)]
+    towers = towers_of(engine)
+    return losses, [entry for entry in engine.traffic if entry.op == "reduce_scatter" and entry.unit in towers]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("llava", *WITH_VIDEOS)])
+def test_a_frozen_tower_runs_as_often_and_reduces_nothing(ranks, name):
+    whole = ranks(2, train_frozen, name, 2)[0][0]
+    for losses, reduced in ranks(2, train_frozen, name, 3):
+        assert losses == pytest.approx(whole, rel=1e-6)
+        assert reduced == []
+
+
+def told_of_gradients(name, stage):
+    """What a rank warns of in steps of text, of images on the second rank, and of images on both."""
+    engine, rank = (
+        zero3d.Engine(model(name), stage=stage, precision="fp32", optimizer=adamw),
+        torch.distributed.get_rank(),
+    )
+    said = []
+    for step in (2, 1, 3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.backward(engine(**batches(name)[step][rank], use_cache=False).loss)
+            engine.step()
+        said.append([str(warning.message) for warning in caught if "images give" in str(warning.message)])
+    return said
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_parameters_that_no_image_reaches_are_named_once(ranks, stage):
+    """The last layer of LLaVA's tower. At stage 2 ranks do not tell each other of their images."""
+    first, second = ranks(2, told_of_gradients, "llava", stage)
+    assert [len(step) for step in first] == ([0, 1, 0] if stage == 3 else [0, 0, 1])
+    assert [len(step) for step in second] == [0, 0, 0]
+    (line,) = [line for step in first for line in step]
+    assert "images give 18 of 43 parameters outside the language model no gradient, on any rank: model.vision" in line
+    assert "and 15 others" in line
+
+
+def test_a_tower_all_of_which_images_reach_is_not_spoken_of(ranks):
+    assert ranks(2, told_of_gradients, "qwen3_vl", 3) == [[[], [], []]] * 2
 
 
 def reached(given, batch):

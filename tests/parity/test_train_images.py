@@ -2,7 +2,7 @@
 
 import pytest
 from pictures import save_data, save_model
-from training import field, refused, train, tree
+from training import field, refused, told, train, tree
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,21 @@ def test_losses_are_the_same_at_every_dp_and_a_run_goes_on_at_another(ranks, fol
     assert field(two, "loss") == pytest.approx(field(one, "loss"), rel=1e-4)
     assert two[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], rel=1e-4)
     assert one[-1]["loss"] < one[0]["loss"]
+
+
+def told_without_asking(made):
+    """The same of a rank that may not ask the others whether they have images."""
+    return told(made, zero3d__engine__tower_calls__TowerCalls__agree=None)
+
+
+def test_ranks_of_which_some_have_images_know_it_from_the_order_of_the_data(ranks, folder):
+    mixed = {"group_by_modality": False, "validation": 0}
+    wanted = field(ranks(1, train, run(folder, "mixed-one", data=mixed, zero={"stage": 3}))[0], "loss")
+    made = run(folder, "mixed-two", data=mixed, zero={"stage": 3}, train={"micro_batch": 1})
+    (losses, lines), other = ranks(2, told_without_asking, made)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    assert other[0] == losses
+    assert sum("images give 18 of 43 parameters outside the language model no gradient" in line for line in lines) == 1
 
 
 @pytest.mark.long

@@ -161,6 +161,29 @@ def test_batches_are_the_same_with_workers(folder, monkeypatch, start):
         stream.close()
 
 
+@pytest.mark.parametrize("dealt", [False, True])
+def test_every_rank_knows_of_each_micro_batch_whether_any_ranks_has_an_image(folder, dealt):
+    from zero3d.config import Batch
+
+    data = Mixture([Member("files", opened(folder).train), Member("more", opened(folder).train)])
+    streams = [BatchStream(data, Batch(8, 1, 4, 2), rank=rank, dealt=dealt) for rank in range(2)]
+    again, found = BatchStream(data, Batch(8, 1, 4, 2), dealt=dealt), []
+    for step in range(12):
+        if step == 2:
+            again.restore(streams[0].state())
+        both = list(zip(*map(next, streams), strict=True))
+        has = [any("pixel_values" in batch for batch in batches) for batches in both]
+        assert streams[0].pictured == streams[1].pictured == has
+        found += has
+    for _ in range(10):
+        next(again)
+    assert again.pictured == has
+    assert set(found) == {True, False}
+    own = BatchStream(opened(folder, train="own_data:pictured").train, Batch(4, 2, 2, 1))
+    next(own)
+    assert own.pictured is None  # until an item is read nobody knows
+
+
 @pytest.mark.parametrize("batch", [3, 4, 7])
 def test_a_step_is_of_one_kind_but_the_last_ones_of_a_pass_and_a_pass_has_every_sample(batch):
     kinds = numpy.random.default_rng(0).random(50) < 0.6

@@ -16,6 +16,7 @@ import atexit
 import math
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from zero3d.config import Batch as Portions
 from zero3d.data.encode import RULE
 from zero3d.data.mixture import parts_of
-from zero3d.data.modality import ModalityOrder, pictured
+from zero3d.data.modality import ModalityOrder, mixed, pictured
 from zero3d.data.orders import GroupedOrder, Stream
 from zero3d.data.sequences import Batch, Sample, Samples
 from zero3d.errors import DataError
@@ -70,6 +71,8 @@ class BatchStream:
     `workers` processes read ahead; the batches are the same with any number. Call `close` at the end.
     `dealt`: rank r's k-th micro-batch is number k x dp + r of the batch's, as exact mode numbers them.
     `grouped`: what the sequences of a batch have in common.
+    `pictured`: of the step handed out last, for each number of a micro-batch whether any rank's has an image; None
+    where only samples that are read tell.
     """
 
     def __init__(
@@ -96,11 +99,14 @@ class BatchStream:
         if grouped.length:
             self._order = GroupedOrder(self._order, sequences.lengths, portions.batch, seed)
             self._drawn["grouped"] = portions.batch
-        if grouped.modality and (kinds := pictured(sequences)) is not None:
-            self._order = ModalityOrder(self._order, kinds, portions.batch, seed)
+        self._kinds = pictured(sequences)
+        if grouped.modality and self._kinds is not None and mixed(self._kinds):
+            self._order = ModalityOrder(self._order, self._kinds, portions.batch, seed)
             self._drawn["by modality"] = portions.batch
         self._taken = 0  # samples of the whole stream that were handed out, on all ranks
         self._batches: Iterator[Batch] | None = None
+        self._ahead: deque[list[bool]] = deque()  # `pictured` of the steps that are read
+        self.pictured: list[bool] | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -110,6 +116,7 @@ class BatchStream:
             self._batches = _load(self._sequences, self._micro_batches(self._taken), self._workers)
             atexit.register(self.close)
         step = [next(self._batches) for _ in range(self.portions.accumulate)]
+        self.pictured = self._ahead.popleft() if self._kinds is not None else None
         self._taken += self.portions.batch
         return step
 
@@ -118,10 +125,19 @@ class BatchStream:
         share, size = self.portions.batch // self.portions.dp, self.portions.micro_batch
         start, step = (size, size * self.portions.dp) if self._dealt else (share, size)
         while True:
+            if self._kinds is not None:
+                self._ahead.append(self._pictured(taken))
             first_of_all = taken + self._rank * start
             for first in range(first_of_all, first_of_all + step * self.portions.accumulate, step):
                 yield self._order.samples(first, first + size)
             taken += self.portions.batch
+
+    def _pictured(self, taken: int) -> list[bool]:
+        """Return, of each micro-batch of the step at a place, whether any rank's has an image."""
+        assert self._kinds is not None
+        by_rank = (self.portions.accumulate, -1) if self._dealt else (self.portions.dp, self.portions.accumulate, -1)
+        has: Any = self._kinds[self._order.samples(taken, taken + self.portions.batch)].reshape(by_rank)
+        return [bool(any_of_all) for any_of_all in has.any(axis=1 if self._dealt else (0, 2))]
 
     def state(self) -> dict[str, int | str]:
         """Return the place after the last batch handed out, whatever workers have read ahead, and what the order needs.
@@ -153,6 +169,7 @@ class BatchStream:
     def close(self) -> None:
         """End the workers. Iterating again starts new ones."""
         atexit.unregister(self.close)
+        self._ahead.clear()
         self._batches = None  # a loader's iterator ends its workers when it goes
 
 

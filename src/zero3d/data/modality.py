@@ -14,19 +14,23 @@ from numpy.typing import NDArray
 from zero3d.data.image_sequences import ImageSequences
 from zero3d.data.mixture import Mixture
 from zero3d.data.orders import Ints, Stream
-from zero3d.data.sequences import Samples
+from zero3d.data.sequences import Samples, Sequences
 
 
 def pictured(samples: Samples) -> NDArray[numpy.bool_] | None:
-    """Return which samples have an image [S]; None where all or none have."""
-    found = _pictured(samples)
-    return found if found.any() and not found.all() else None
-
-
-def _pictured(samples: Samples) -> NDArray[numpy.bool_]:
+    """Return which samples have an image [S]; None where that is known only when they are read."""
     if isinstance(samples, Mixture):
-        return numpy.concatenate([_pictured(member.samples) for member in samples.members])
-    return samples.pictured if isinstance(samples, ImageSequences) else numpy.zeros(len(samples), bool)
+        found = [pictured(member.samples) for member in samples.members]
+        known = [kinds for kinds in found if kinds is not None]
+        return numpy.concatenate(known) if len(known) == len(found) else None
+    if isinstance(samples, ImageSequences):
+        return samples.pictured
+    return numpy.zeros(len(samples), bool) if isinstance(samples, Sequences) else None
+
+
+def mixed(kinds: NDArray[numpy.bool_] | None) -> bool:
+    """Return whether some samples are known to have an image, and some to have none."""
+    return kinds is not None and bool(kinds.any()) and not kinds.all()
 
 
 class ModalityOrder:

@@ -11,6 +11,7 @@ partition.py         the model over pp and tp
 tiling.py            what is computed in tiles, and what cannot be
 auto_offload.py      where optimizer states are and who updates them, where that is left open
 runtime.py           units over dp, with what gathers, reduces and updates them
+tower_calls.py       how often a vision tower runs in a forward, on all ranks alike
 feature.py           what a run may have beside training itself: a method for each moment that may concern it
 features.py          the features of an engine, one row each
 summation.py         the order of sums: by ranks, or exact
@@ -21,6 +22,7 @@ health.py            a feature: values that are not finite are counted, and trac
 muon.py              a feature: matrices of units and their owners
 averages.py          a feature: exponential moving averages of weights
 replay/              a feature: a micro-batch computed twice
+tower_gradients.py   a feature: which parameters of a vision tower have a gradient
 expert_bias.py       a feature: counts of experts' tokens, and the bias that levels them
 losses.py            what a batch gives the model, and what the output weighs
 whole_parameters.py  full_params, export, a pipeline's weight phase

@@ -49,6 +49,7 @@ from zero3d.engine.report import Report
 from zero3d.engine.step import StepFigures
 from zero3d.engine.stream_guard import Streaming
 from zero3d.engine.streaming import Sender, Sent, WeightStreams
+from zero3d.engine.tower_gradients import TowerGradients
 from zero3d.engine.traffic_formulas import TrafficFormulas
 from zero3d.engine.unshard import Unsharded
 from zero3d.errors import ConfigError, Zero3dError
@@ -141,6 +142,8 @@ class Engine:
     averages = Exposed(lambda parts: find(parts.features, Averages))
     replay = Exposed(lambda parts: find(parts.features, Replay))
     health = Exposed(lambda parts: required(parts.features, Health))
+    tower_gradients = Exposed(lambda parts: find(parts.features, TowerGradients))
+    blanks = Exposed(lambda parts: parts.blanks)
     expert_load = Exposed(lambda parts: required(parts.features, ExpertBias).load)
 
     def __init__(

@@ -3,7 +3,7 @@
 They are checked, opened and called at each moment in this order. It means something in three places:
 
     messages     all dp ranks have the same rows, so what a row sends meets its own on every rank. After an update
-                 running statistics alone send
+                 running statistics send, and gradients of towers once
     refusals     where several rows refuse, the first is told: replay=-1 is wrong by itself, whether or not experts
                  have a bias, which goes with no replay at all
     loss scale   follows an update behind all rows (step.py): an overflow counts as a bad step only where the scale can
@@ -28,6 +28,7 @@ from zero3d.engine.replay.replay import Replay
 from zero3d.engine.runtime import Runtime
 from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.stream_guard import Streaming
+from zero3d.engine.tower_gradients import TowerGradients
 
 if TYPE_CHECKING:
     from zero3d.distributed.mesh import Mesh
@@ -41,6 +42,7 @@ FEATURES: tuple[type[Feature], ...] = (
     Replay,  # replay
     ExpertBias,  # expert_bias_rate; always counts, where there are experts
     Streaming,  # always
+    TowerGradients,  # always, where there is a vision tower that is trained
 )
 
 F = TypeVar("F", bound=Feature)

@@ -16,9 +16,10 @@ from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.slots import Slots
 from zero3d.engine.tiers import open_tiers
+from zero3d.engine.tower_calls import TowerCalls
 from zero3d.models.bases import sees_images
 from zero3d.models.blocks import UnitSpec
-from zero3d.models.images import BlankImages
+from zero3d.models.images import BlankImages, tower_parameters
 from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
@@ -43,6 +44,7 @@ class Runtime(Foundation):
 
     tiers  where states leave the device
     slots  of a disk, for a restart; None unless all trained states are there
+    blanks make a vision tower run as often on all ranks; None where they need not
     """
 
     units: list[Unit]
@@ -56,6 +58,7 @@ class Runtime(Foundation):
     loss_scale: LossScale
     clocks: Clocks
     slots: Slots | None
+    blanks: BlankImages | None
 
     @property
     def blueprint_now(self) -> Blueprint:
@@ -157,6 +160,7 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
             first: Any = unit.weights.params[0]
             first.register_post_accumulate_grad_hook(_backward_announcer(base.mesh.heartbeat, unit))
     whole, hooks = not (pipelined and base.schedule.splits_backward), []
+    blanks: BlankImages | None = None
     for root in chunks.values():
         inner = set(root.modules())
         of_root = {module: needed for module, needed in used.items() if module in inner}
@@ -167,7 +171,10 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
             for recorder in recorders_of(root):
                 recorder.revive = saved.revive
         if policy.row.shards_parameters and axes.dp.size > 1 and sees_images(root):
-            BlankImages(root)
+            tower = tower_parameters(root)
+            of_tower = [unit for unit in units if not tower.keys().isdisjoint(unit.weights.params)]
+            images = BlankImages(root, TowerCalls(axes.dp, hooks[-1], of_tower).agree)
+            blanks = images if tower or blanks is None else blanks
     _connect(base, units, hooks)
     return Runtime(
         **vars(base),
@@ -182,6 +189,7 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
         loss_scale=loss_scale,
         clocks=clocks,
         slots=slots,
+        blanks=blanks,
     )
 
 

@@ -3,16 +3,17 @@
     image_inputs   what a model's forward takes for one image, in the form in which its processor makes it: made by that
                    processor where there is one (give_blank_image), else of the config
     image_features what takes the place of that image's tokens in the language model
-    BlankImages    at stage 3 all ranks gather the same units, so the vision tower runs on every rank: where a
-                   micro-batch has no image on a blank one, whose features count zero times
+    BlankImages    at stage 3 all ranks gather the same units, so the vision tower runs as often on every rank: where
+                   a micro-batch has fewer images or videos on blank ones, whose features count zero times
 
-One blank image costs a micro-batch of text one image's forward and backward through the tower.
+One blank image costs a micro-batch of text one image's forward and backward through the tower. Where no rank has an
+image, the tower does not run.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -42,6 +43,8 @@ INPUTS = (  # what towers read
 )
 GRIDS = ("image_grid_thw", "spatial_shapes", "target_sizes", "image_grid_hw")  # patches of an image, by dimension
 UNFLATTENED = ("kimi_k25", "paddleocr_vl")  # types whose processors leave a patch as it is, [3, height, width]
+SEEN = ("pixel_values", "pixel_values_videos")  # of these, too, each by a call of its own
+CALLS = "tower_calls"  # entry of a micro-batch: how often the tower runs in its forward, on every rank
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
 GIVEN = "zero3d_blank_image"  # the attribute of a base model with what its processor made
 
@@ -187,16 +190,28 @@ def no_blank_image(model: nn.Module, error: Exception) -> ConfigError:
     )
 
 
-class BlankImages:
-    """Hooks by which a forward without images runs the model's vision tower on a blank one.
+def at_least_once(calls: int) -> int:
+    """Return how often a tower runs where ranks cannot ask each other: once, even without an image."""
+    return max(calls, 1)
 
-    It runs where images do: behind all embeddings (Gemma 4 has some by layer), before the language model. The features
-    are multiplied by zero and added to the input embeddings: the loss is what it was, and the tower's gradients are
-    zeros. Forwards with a cache, which `generate` makes, are left as they are.
+
+class BlankImages:
+    """Hooks by which a model's vision tower runs on blank images until it has run as often as on the other ranks.
+
+    agree  takes how often this rank's images and videos make the tower run in a forward, and returns how often it runs
+           on every rank. It is not asked where the micro-batch has an entry CALLS, which says so
+    ran    how often the tower has been to run so far, in training
+
+    Blank images run where images do: behind all embeddings (Gemma 4 has some by layer), before the language model. The
+    features are multiplied by zero and added to the input embeddings: the loss is what it was, and the tower's
+    gradients are zeros. Forwards with a cache, which `generate` makes, are left as they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._due = model, False
+    def __init__(self, model: nn.Module, agree: Callable[[int], int] = at_least_once) -> None:
+        self._model, self._agree = model, agree
+        self._told: int | None = None
+        self._due = self.ran = 0
+        model.register_forward_pre_hook(self._hear, prepend=True, with_kwargs=True)
         base: Any = base_of(model_of(model))
         if isinstance(base.get_input_embeddings(), Placeholder):
             return  # the tower is with the first chunk of a pipeline
@@ -204,21 +219,46 @@ class BlankImages:
         base.register_forward_pre_hook(self._begin, with_kwargs=True)
         base.get_decoder().register_forward_pre_hook(self._add, prepend=True, with_kwargs=True)
 
+    def _hear(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Take the entry that no model knows."""
+        self._told = kwargs.get(CALLS)
+        return None if self._told is None else (args, {name: t for name, t in kwargs.items() if name != CALLS})
+
     def _begin(self, base: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        given = {name for name, value in kwargs.items() if value is not None}
-        self._due = not given & {"pixel_values", "pixel_values_videos", "past_key_values", "inputs_embeds"}
+        told, self._told = self._told, None
+        if kwargs.get("past_key_values") is not None:
+            self._due = 0
+            return
+        own = calls_of(kwargs)
+        calls = self._agree(own) if told is None else told
+        assert own <= calls, f"the tower runs {own} times here, where ranks have agreed on {calls}"
+        self._due = calls - own
+        self.ran += calls if torch.is_grad_enabled() else 0
 
     def _add(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if not self._due:
+        due, self._due = self._due, 0
+        if not due:
             return None
-        self._due = False
         try:
             embedded: Tensor = kwargs["inputs_embeds"]
             inputs = {
                 name: t.to(embedded if t.is_floating_point() else embedded.device) for name, t in self._inputs.items()
             }
-            features = _read_features(tower_output(self._model, inputs))
+            features = [t for _ in range(due) for t in _read_features(tower_output(self._model, inputs))]
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise no_blank_image(self._model, error) from error
         blank = torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
         return args, kwargs | {"inputs_embeds": embedded + blank}
+
+
+def calls_of(given: Mapping[str, Any]) -> int:
+    """Return how often a forward that is given this runs the tower: once for images, and once for videos."""
+    return sum(given.get(name) is not None for name in SEEN)
+
+
+def tower_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the parameters of a vision-language model outside its language model and head, with their names."""
+    base: Any = base_of(model_of(model))
+    of_text = {*base.get_decoder().parameters(), *base.get_input_embeddings().parameters()}
+    tower = set(base.parameters()) - of_text
+    return {p: name for name, p in model.named_parameters() if p in tower}

@@ -27,6 +27,7 @@ from zero3d.engine.engine import Engine
 from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values, nothing
+from zero3d.models.images import CALLS
 from zero3d.models.packing import as_row
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import Callbacks
@@ -127,6 +128,8 @@ class Loop:
         if self.config.checkpoint.asynchronous:
             with self.traffic.excluded():
                 self.engine.reserve_saves()
+        if self.engine.tower_gradients is not None:
+            self.engine.tower_gradients.tell = progress.say
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
         heartbeat = self.engine.mesh.heartbeat
         with (
@@ -184,6 +187,8 @@ class Loop:
         begun, self.engine.mesh.heartbeat.step = time.monotonic(), self.state.step + 1
         with self.engine.clocks.of(DATA):
             batches = [self.on_device(batch) for batch in next(self.stream)]
+            if self.engine.blanks is not None and self.stream.pictured is not None:
+                batches = [batch | {CALLS: int(has)} for batch, has in zip(batches, self.stream.pictured, strict=True)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
         self._train(batches, lambda: self._share(request, tokens))

@@ -127,14 +127,15 @@ class Order:
 class Gathers:
     """Owns who needs which unit, and what to gather ahead. Persistent units (stages 0-2) cost nothing here.
 
-    training  the order of micro-batches, or of steps
+    training    the order of micro-batches, or of steps
+    every_step  what is gathered stays so until the step is over
     """
 
     def __init__(
         self, side: SideStream, every_step: bool = False, plans_step: bool = False, clocks: Clocks | None = None
     ) -> None:
         self._side, self._clocks = side, clocks or Clocks(CPU, on=False)
-        self._every_step = every_step
+        self.every_step = every_step
         self._plans_step = plans_step  # a recording is of a whole step, not of one micro-batch
         self.training = Order()
         self._order: Order | None = None  # followed now; that of training from a forward to the end of its backward
@@ -167,7 +168,7 @@ class Gathers:
             except BaseException:
                 unit.users.discard(token)  # the next user gathers it
                 raise
-            if self._every_step:
+            if self.every_step:
                 self._note(unit, STEP, True)
                 unit.users.add(STEP)
         if token in EXACT:

@@ -309,6 +309,11 @@ class Hooks:
         without_grad = self._mode == "eval" or (self._mode is None and not torch.is_grad_enabled())
         return without_grad and self.keep_full
 
+    @property
+    def stay_gathered(self) -> bool:
+        """Return whether what the forward under way gathers stays gathered behind it, for later forwards."""
+        return self._keeps or self._gathers.every_step
+
     def _gradient_hook(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         weak_self, weak_unit = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
 

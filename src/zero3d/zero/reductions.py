@@ -74,6 +74,7 @@ class Reductions:
     due       the backward under way ends in a reduction
     final     it is the last one of its step, as far as is known
     watch     is shown every local gradient before it is taken (health.py)
+    heard     of which parameters gradients have come, by unit and number, while somebody asks
     updates   of the last step: over before gradients of the next come, begun to be prepared before its backward ends
     gathered  units whose sums all ranks need, and which are terms of no further sum
     shared    gathers have the process group of reductions
@@ -81,6 +82,7 @@ class Reductions:
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
+    heard: set[tuple[Unit, int]] | None = None
     updates: Updates | None = None
     applied: Callable[[], int] | None = None
 
@@ -143,6 +145,8 @@ class Reductions:
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
             )
         if grad is not None:
+            if self.heard is not None:
+                self.heard.add((unit, index))
             if unit in self._in_flight:
                 self._finish(unit)
             unit.gradients.hold(index, grad)

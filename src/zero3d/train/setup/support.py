@@ -155,7 +155,7 @@ def _images(model: nn.Module) -> Row:
     if not sees_images(model):
         return Row("images", None, "text alone")
     check_blank_image(model)
-    return Row("images", True, "ranks without an image in a step run the tower on a blank one")
+    return Row("images", True, "where others have more images in a step, a rank runs the tower on blank ones")
 
 
 def _packing(model: nn.Module) -> Row:
