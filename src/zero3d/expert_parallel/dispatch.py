@@ -10,13 +10,17 @@
 Nothing is dropped. A source's rows are those that it would have computed itself with all experts, in the same order:
 every product and every sum has the bits that it has without ep.
 
+A block may have several such layers, and call only some: Ernie 4.5 VL has experts for tokens of images. All ranks must
+come to each, so one that a rank has no tokens for is called without (`call_all`), behind the others.
+
 `fast` computes all sources' rows in one product: the module is called once, and a weight has one gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +44,7 @@ class Dispatch:
     inner   the forward that it takes the place of
     passed  what has been sent to other ranks
     hidden  the width of a row
+    called  whether it has been called since somebody has set this to False
     takes   what takes the gradients of a trained parameter, by its local name: set before the first forward with
            gradients where sources are apart
     """
@@ -53,6 +58,7 @@ class Dispatch:
         self._apart = how == EXACT
         self.takes: dict[str, Take] = {}
         self.passed, self.hidden = Passed(), 0
+        self.called = False
         self._has_graph = False  # what was called last outside of a backward
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -68,7 +74,7 @@ class Dispatch:
                 f"{tuple(experts.shape)} and weights {tuple(weights.shape)}; mesh.ep expects [tokens, width], "
                 "[tokens, chosen] and [tokens, chosen]. Leave mesh.ep out."
             )
-        chosen = experts.shape[1]
+        self.called, chosen = True, experts.shape[1]
         sorted_experts, order = torch.sort(experts.reshape(-1), stable=not self._sorts)
         counts = self._counts(sorted_experts)
         ep, local, here = self._ep, self._local, self._ep.rank * self._local
@@ -86,7 +92,16 @@ class Dispatch:
         weighted = back * weights.reshape(-1)[order].unsqueeze(-1)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        return weighted[place].view(*experts.shape, -1).sum(dim=1).to(hidden.dtype)
+        return weighted[place].view(*experts.shape, back.shape[-1]).sum(dim=1).to(hidden.dtype)
+
+    def without_tokens(self, hidden: Tensor) -> Tensor:
+        """Take part in a call for which this rank has no tokens; a zero through which backward comes to it.
+
+        hidden  [..., H], from which its gradient goes on
+        """
+        empty = hidden.reshape(-1, hidden.shape[-1])[:0]
+        none = empty.new_zeros(0, 1)
+        return self(empty, none.long(), none).sum()
 
     def _count(self, splits: Splits, hidden: int, moving: bool, trained: bool) -> None:
         """Count the rows of a call, and those of its backward: recomputation runs a forward whose graph has none."""
@@ -172,6 +187,26 @@ class Dispatch:
         for take in self.takes.values():
             for source in absent:
                 take(source, None)
+
+
+def call_all(block: nn.Module, dispatches: Sequence[Dispatch]) -> None:
+    """Let every forward of a module come to all these layers of it, without tokens where it has none for them."""
+
+    def begins(*_: Any) -> None:
+        for dispatch in dispatches:
+            dispatch.called = False
+
+    def ends(block: nn.Module, args: Any, output: Any) -> Any:
+        missing = [dispatch for dispatch in dispatches if not dispatch.called]
+        if not missing:
+            return None
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        for dispatch in missing:
+            hidden = hidden + dispatch.without_tokens(hidden).to(hidden.dtype)
+        return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    block.register_forward_pre_hook(begins)
+    block.register_forward_hook(ends)
 
 
 def _unsorted(sorted_experts: Tensor, order: Tensor, lengths: list[int]) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
+from os.path import commonpath
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
-from zero3d.expert_parallel.dispatch import Dispatch
+from zero3d.expert_parallel.dispatch import Dispatch, call_all
 from zero3d.expert_parallel.plan import ExpertLayer
 from zero3d.shards.cuts import Cut
 
+NUMBERED = re.compile(r".*\.\d+(?=\.)")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what a module calls the number of its experts
 
 
@@ -67,7 +70,22 @@ def share_out(
                 setattr(module, attribute, local)
         module.forward = dispatch
         dispatches[layer.name] = dispatch
+    if ep.size > 1:
+        _call_together(roots, dispatches)
     return Shared(dispatches, cuts, anywhere)
+
+
+def _call_together(roots: Collection[nn.Module], dispatches: Mapping[str, Dispatch]) -> None:
+    """Have layers of one block, which is the innermost numbered module around them, called together."""
+    blocks: dict[str, dict[str, Dispatch]] = {}
+    for name, dispatch in dispatches.items():
+        if block := NUMBERED.match(name):
+            blocks.setdefault(block[0], {})[name] = dispatch
+    modules = {name: module for root in roots for name, module in root.named_modules()}
+    for layers in blocks.values():
+        if len(layers) > 1:
+            around = commonpath([name.replace(".", "/") for name in layers]).replace("/", ".")
+            call_all(modules[around], list(layers.values()))
 
 
 def _cut_adapters(roots: Collection[nn.Module], experts: nn.Module, part: slice) -> None:

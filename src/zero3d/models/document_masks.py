@@ -21,7 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
+TOLD_APART = (
+    "token_type_ids",
+    "mm_token_type_ids",
+    "moe_mm_token_type_ids",
+)  # what some models take to tell images' tokens from others
 MADE = ("eager", "sdpa")  # attention that takes masks as tensors
 TAKES_SEVERAL = "attention_mask, dict)"  # in the source of a forward that takes a mask for each kind of layer
 

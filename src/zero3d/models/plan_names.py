@@ -1,16 +1,17 @@
 """Names of modules and parameters as plans of transformers call them: layers.*.mlp.experts, * for one part of a name.
 
-A name may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head.
+A name may begin at the model, at the model inside a PEFT wrapper, at the base model below the head, or at the language
+model of one for images and text.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from zero3d.models.bases import base_of
+from zero3d.models.bases import base_of, language_model, model_of, sees_images
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 
@@ -20,7 +21,17 @@ def roots(model: nn.Module) -> list[str]:
     named = {id(module): name for name, module in model.named_modules()}
     inner = inner_model(model)
     names = [named.get(id(module)) for module in (inner, base_of(model))]
+    names.append(language_model(model))
     return ["", *(f"{name}." for name in names if name)]
+
+
+def is_of_tower(model: nn.Module) -> Callable[[str], bool]:
+    """Return what says of a name whether it is of a vision-language model's base, and not of its language model."""
+    if not sees_images(model):
+        return lambda name: False
+    named = {module: name for name, module in model.named_modules()}
+    base, text = named[base_of(model_of(model))], language_model(model)
+    return lambda name: name.startswith(f"{base}." if base else "") and not f"{name}.".startswith(f"{text}.")
 
 
 def names_in(model: nn.Module) -> Iterator[tuple[str, list[str]]]:

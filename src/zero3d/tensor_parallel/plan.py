@@ -4,7 +4,8 @@
     layers.*.mlp.gate_up: packed_colwise:3  how many equal blocks are fused, where not 2
 
 The user's map wins over shipped plans (`shipped.py`), and these over Hugging Face's; "none" takes a name out. A name
-may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head.
+may begin at the model, at the model inside a PEFT wrapper, at the base model below the head, or at the language model
+of one for images and text. Its towers are whole, unless the user's map says otherwise.
 
     style                           what is cut                        what its input or output does
     colwise                         outputs of a Linear or Conv1D      input is copied in
@@ -37,7 +38,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
-from zero3d.models.plan_names import fits, in_other_chunk, names_in, roots
+from zero3d.models.plan_names import fits, in_other_chunk, is_of_tower, names_in, roots
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.shipped import shipped_plan
 
@@ -96,8 +97,9 @@ def read_plan(
     plan: dict[str, Style] = dict(usual or {})
     matched = set()
     shipped, called = list(shipped_plan(model)), {}
+    whole = is_of_tower(model)
     for name, aliases in names_in(model):
-        for patterns in (user, built_in):
+        for patterns in (user,) if whole(name) else (user, built_in):
             match = next((p for p in patterns if any(fits(p, alias) for alias in aliases)), None)
             if match is not None:
                 matched.add(match)

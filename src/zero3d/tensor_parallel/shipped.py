@@ -6,7 +6,8 @@
     lfm2, bamba, falcon_h1, jamba                    attention and MLPs; convolutions and Mamba mixers stay whole
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
-    apertus, phi                                     parameters that are used on what each rank has for itself
+    apertus, phi, qwen3_vl_moe                       parameters that are used on what each rank has for itself
+    qwen3_vl                                         no plan there: attention and MLPs, as Qwen3's
 
 Matrices of one module stand in the order in which its forward calls them. Some plans follow from the config: what
 cannot be shared out by heads is computed whole on every rank, of matrices that are cut (`whole_attention`). Patterns
@@ -89,6 +90,7 @@ def _mpt(config: Any) -> Plan:
     return attention | {where: f"own_heads:{config.n_heads}"} | cut("blocks.*.ffn", "up_proj", "down_proj")
 
 
+_NORMS_OF_HEADS = {f"layers.*.self_attn.{x}_norm": PARTIAL for x in "qk"}
 _HYBRID = _attention() | _gated("layers.*.feed_forward")
 _FALCON_H1 = _attention() | cut("layers.*.feed_forward", "up_proj gate_proj", "down_proj")
 SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
@@ -127,6 +129,8 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "opt": _attention("decoder.layers.*.self_attn", "num_heads", output="out_proj")
     | cut("decoder.layers.*", "fc1", "fc2"),
     "phi": {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"},
+    "qwen3_vl_moe_text": _NORMS_OF_HEADS,
+    "qwen3_vl_text": _attention() | _NORMS_OF_HEADS | _gated("layers.*.mlp"),
     "stablelm": _stablelm,
 }
 

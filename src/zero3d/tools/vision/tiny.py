@@ -69,8 +69,8 @@ GEMMA_TOWER = {name: TOWER[name] for name in ("hidden_size", "intermediate_size"
     "num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64,
 }  # fmt: skip
 WITH_M_ROPE = (
-    "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl",
-    "qwen2_vl",
+    "ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker",
+    "qwen2_5_vl", "qwen2_vl",
 )  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # of a type on top of the rules, by dotted name
     "aria": {"projector_patch_to_query_dict": {4: 4, 16: 8}},
