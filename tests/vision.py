@@ -33,8 +33,8 @@ QWEN3_TOWER = QWEN_TOWER | {
 QWEN_TEXT = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
 
 
-def config(name, **options):
-    """A config of this model type, which can be kept as a folder's config.json."""
+def config(name, blocks=2, **options):
+    """A config of this model type with so many blocks, which can be kept as a folder's config.json."""
     import transformers as t
 
     makers = {
@@ -95,6 +95,11 @@ def config(name, **options):
                 "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}),
     }  # fmt: skip
     made = makers[name]()
+    text = made.get_text_config()
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, key, (value * blocks)[:blocks])
+    text.num_hidden_layers = blocks
     made.update(options)
     return made
 

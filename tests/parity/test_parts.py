@@ -11,10 +11,10 @@ from vision import NEWER, model, text_alone
 import zero3d
 from zero3d.config import Model, load
 from zero3d.errors import ConfigError
-from zero3d.models.chain import find_chain
 from zero3d.models.open import open_bare, open_model
 from zero3d.models.packing import check_packing
 from zero3d.models.parts import choose, key_in_text
+from zero3d.pipeline.split import chain_of
 from zero3d.shards.boxes import whole
 from zero3d.train.setup.text_part import naming_text_part, older_run, part_of
 
@@ -148,13 +148,15 @@ def test_a_config_that_names_no_class_that_is_known_opens_as_a_language_model_an
 
 
 def test_a_refusal_that_the_language_model_alone_would_not_get_names_it(tmp_path):
-    saved(tmp_path, "qwen3_5")
+    saved(tmp_path, "gemma3", mm_tokens_per_image=256)  # more than its tower makes
     config = load({"model": {"path": str(tmp_path)}, "mesh": {"pp": 2}})
     with pytest.raises(ConfigError) as refused, naming_text_part(config):
-        find_chain(open_bare(config.model).module)
+        chain_of(open_bare(config.model).module, None)
     assert str(refused.value).endswith(
-        "Pass pp=1. For training on text alone type model.part=text: it opens Qwen3_5ForCausalLM, which can."
+        "Pass pp=1. For training on text alone type model.part=text: it opens Gemma3ForCausalLM, which can."
     )
+    saved(tmp_path, "qwen3_5")
+    config = load({"model": {"path": str(tmp_path)}, "mesh": {"pp": 2}})
     with pytest.raises(ConfigError) as refused, naming_text_part(config):
         check_packing(open_bare(config.model).module)  # the language model has the same layers
     assert "model.part" not in str(refused.value)

@@ -24,8 +24,13 @@ def run(folder, output, **sections):
     return made
 
 
-def test_losses_are_the_same_at_every_dp_and_a_run_goes_on_at_another(ranks, folder):
-    one = ranks(1, train, run(folder, "one", schedule={"name": "constant"}))[0]
+@pytest.fixture(scope="module")
+def one(ranks, folder):
+    """The records of a run in one process."""
+    return ranks(1, train, run(folder, "one", schedule={"name": "constant"}))[0]
+
+
+def test_losses_are_the_same_at_every_dp_and_a_run_goes_on_at_another(ranks, folder, one):
     ranks(2, train, run(folder, "two", train={"steps": 3}, schedule={"name": "constant"}))
     two = ranks(1, train, run(folder, "two", schedule={"name": "constant"}), "auto")[0]
     assert field(two, "loss") == pytest.approx(field(one, "loss"), rel=1e-4)
@@ -46,6 +51,11 @@ def test_ranks_of_which_some_have_images_know_it_from_the_order_of_the_data(rank
     assert losses == pytest.approx(wanted, rel=1e-4)
     assert other[0] == losses
     assert sum("images give 18 of 43 parameters outside the language model no gradient" in line for line in lines) == 1
+
+
+def test_a_pipeline_takes_micro_batches_of_unlike_lengths_with_images_and_without(ranks, folder, one):
+    cut = ranks(2, train, run(folder, "cut", mesh={"pp": 2}, train={"steps": 3}, schedule={"name": "constant"}))[0]
+    assert field(cut, "loss") == pytest.approx(field(one, "loss")[:3], rel=1e-4)
 
 
 @pytest.mark.long

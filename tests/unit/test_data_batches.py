@@ -7,9 +7,10 @@ from itertools import chain, islice
 
 import pytest
 import torch
-from corpora import opened, stream
+from corpora import opened, stream, write_lines
 
 from zero3d.data.batches import BatchStream, Portions, steps_of, validation_batches
+from zero3d.data.sequences import padded_alike
 from zero3d.errors import DataError
 
 
@@ -153,3 +154,27 @@ def test_dealt_micro_batches_go_round_the_ranks_in_turn(sequences, dp):
         rows = [[names(batch) for batch in next(stream)] for stream in streams]
         found.append([rows[rank][k] for k in range(4 // dp) for rank in range(dp)])
     assert found == wanted
+
+
+def test_micro_batches_of_a_step_are_padded_to_one_length_and_pixels_stay_as_they_are():
+    short = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(2, 3, dtype=torch.long)}
+    kinds = {"mm_token_type_ids": torch.ones(2, 3, dtype=torch.long), "pixel_values": torch.ones(2, 3)}
+    long = {name: torch.ones(2, 5, dtype=torch.long) for name in ("input_ids", "labels")}
+    padded, same = padded_alike([{**short, **kinds}, long], pad=7)
+    assert padded["input_ids"].tolist() == [[1, 1, 1, 7, 7]] * 2
+    assert padded["labels"].tolist() == [[1, 1, 1, -100, -100]] * 2
+    assert padded["mm_token_type_ids"].tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert padded["pixel_values"] is kinds["pixel_values"]
+    assert same is long
+
+
+def test_a_stream_pads_the_micro_batches_of_a_step_alike_where_it_is_told_to(tmp_path):
+    texts = [{"text": "a" * length} for length in (3, 9, 4, 12, 5, 7, 10, 6)]
+    sequences = opened(tmp_path, write_lines(tmp_path / "texts.jsonl", texts), packing=False, length=16).train
+    portions = Portions(4, 2, 2, 1)
+    each, alike = BatchStream(sequences, portions), BatchStream(sequences, portions, alike=0)
+    steps = [[batch["input_ids"].shape[1] for batch in step] for step in islice(each, 2)]
+    assert any(len(set(lengths)) > 1 for lengths in steps)
+    assert [[batch["input_ids"].shape[1] for batch in step] for step in islice(alike, 2)] == [
+        [max(lengths)] * len(lengths) for lengths in steps
+    ]

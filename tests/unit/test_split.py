@@ -14,7 +14,7 @@ from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks, find_units
 from zero3d.models.chain import find_chain
-from zero3d.pipeline.split import ModelChunk, balance, split
+from zero3d.pipeline.split import ModelChunk, balance, chain_of, split
 from zero3d.pipeline.ties import Tie
 
 FAMILIES = ["llama", "qwen3", "gpt2", "moe"]
@@ -40,14 +40,15 @@ def run(chunks, ids, given):
         if chunk.is_last:
             return sent, between
         outputs = sent if isinstance(sent, tuple) else (sent,)
-        passed = tuple(t.detach().requires_grad_() for t in outputs)
+        passed = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in outputs)
         between.append((outputs, passed))
 
 
 def backward(loss, between):
     loss.backward()
     for outputs, passed in reversed(between):
-        torch.autograd.backward(outputs, [t.grad for t in passed])
+        pairs = [(sent, came.grad) for sent, came in zip(outputs, passed, strict=True) if sent.is_floating_point()]
+        torch.autograd.backward([sent for sent, _ in pairs], [grad for _, grad in pairs])
 
 
 def grads_of(chunks):
@@ -138,11 +139,36 @@ def test_layers_of_several_attention_types_keep_their_own_masks():
     assert_same_step(model, chunks_of(model, [1, 3, 1]), *packed())
 
 
-@pytest.mark.parametrize("name", ["bert", "bart", "jamba"])
+@pytest.mark.parametrize("name", ["bamba", "bert", "bart", "jamba"])
 def test_models_whose_embeddings_share_a_module_or_whose_layers_are_of_several_classes_are_cut(name):
     model = family(name, num_hidden_layers=4)
     ids = batch(0)
     assert_same_step(model, chunks_of(model, [1, 2, 1]), ids, {"labels": ids})
+
+
+def test_embeddings_that_a_block_reads_again_are_sent_to_the_stage_that_reads_them():
+    model = family("zamba2", num_hidden_layers=4).double()  # its third block reads them
+    chain, entry = chain_of(model, None, [1, 2, 1])
+    assert "a second tensor with a gradient" in chain.doubt
+    assert [(leaf.name, leaf.until) for leaf in entry.leaves] == [("inputs_embeds", 1)]
+    ids, chunks = batch(0), chunks_of(model, [1, 2, 1])
+    whole = model(ids, labels=ids, use_cache=False).loss
+    whole.backward()
+    output, between = run(chunks, ids, {"labels": ids})
+    backward(output.loss, between)
+    assert [len(passed) for _, passed in between] == [3, 2]
+    torch.testing.assert_close(output.loss, whole)
+    for name, grad in grads_of(chunks).items():
+        torch.testing.assert_close(grad, model.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize(("name", "options", "why"), [
+    ("zamba2", {"layers_block_type": ["mamba", "hybrid", "hybrid", "mamba"]}, "blocks of two stages would share it"),
+    ("gemma4_text", {}, "a second tensor with a gradient"),
+])  # fmt: skip
+def test_weights_or_values_that_blocks_of_two_stages_share_are_refused(name, options, why):
+    with pytest.raises(ConfigError, match=f"cannot be cut into pipeline stages.*{why}.*Pass pp=1"):
+        chain_of(family(name, num_hidden_layers=4, **options), None, [2, 2])
 
 
 def test_a_model_that_needs_token_ids_on_every_stage_is_refused_before_the_first_step():
@@ -194,9 +220,9 @@ def test_models_that_scale_embeddings_and_logits_or_whose_blocks_return_tuples_a
     more = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
     torch.manual_seed(0)
     gemma = t.Gemma2ForCausalLM(t.Gemma2Config(**sizes, **more))  # sqrt(hidden) x embedding, capped logits
-    assert find_chain(gemma).tuples is False
+    assert find_chain(gemma).tuples == 0
     bloom = t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=4, n_head=4, use_cache=False))
-    assert find_chain(bloom).tuples is True
+    assert find_chain(bloom).tuples == 1
     ids, given = packed()
     assert_same_step(gemma.train(), chunks_of(gemma, [1, 2, 1]), ids, given)
     assert_same_step(bloom.train(), chunks_of(bloom, [1, 2, 1]), ids, {"labels": ids})

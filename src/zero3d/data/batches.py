@@ -29,7 +29,7 @@ from zero3d.data.encode import RULE
 from zero3d.data.mixture import parts_of
 from zero3d.data.modality import ModalityOrder, mixed, pictured
 from zero3d.data.orders import GroupedOrder, Stream
-from zero3d.data.sequences import Batch, Sample, Samples
+from zero3d.data.sequences import Batch, Sample, Samples, padded_alike
 from zero3d.errors import DataError
 
 TYPED = {
@@ -73,6 +73,7 @@ class BatchStream:
     `grouped`: what the sequences of a batch have in common.
     `pictured`: of the step handed out last, for each number of a micro-batch whether any rank's has an image; None
     where only samples that are read tell.
+    `alike`: the token with which micro-batches of a step are padded to one length; None: each has its own.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class BatchStream:
         workers: int = 0,
         dealt: bool = False,
         grouped: Grouping = NOT_GROUPED,
+        alike: int | None = None,
     ) -> None:
         if not len(sequences):
             raise DataError("there is no sequence to train on: every document was too short or without a target.")
@@ -93,7 +95,7 @@ class BatchStream:
         self.portions = portions
         self._rank = rank
         self._workers = workers
-        self._dealt = dealt
+        self._dealt, self._alike = dealt, alike
         self._order: Stream = sequences.order(seed, shuffle)
         self._drawn: dict[str, int | str] = {"seed": seed, "shuffle": shuffle}
         if grouped.length:
@@ -118,7 +120,7 @@ class BatchStream:
         step = [next(self._batches) for _ in range(self.portions.accumulate)]
         self.pictured = self._ahead.popleft() if self._kinds is not None else None
         self._taken += self.portions.batch
-        return step
+        return step if self._alike is None else padded_alike(step, self._alike)
 
     def _micro_batches(self, taken: int) -> Iterator[list[int]]:
         """Yield this rank's micro-batches, as indices of sequences, from a place of the stream on."""

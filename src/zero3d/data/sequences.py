@@ -156,3 +156,25 @@ def stack(samples: Listed[Sample], pad: int, multiple: int) -> Batch:
         return torch.nn.functional.pad(values, (0, longest - len(values)), value=fill.get(name, 0))
 
     return {name: torch.stack([row(sample[name], name) for sample in samples]) for name in samples[0]}
+
+
+def padded_alike(batches: Listed[Batch], pad: int) -> list[Batch]:
+    """Return micro-batches padded on the right to one length: tokens with `pad`, labels as no targets, others with 0.
+
+    What has another shape than tokens, such as pixels, stays as it is.
+    """
+    longest = max(batch["input_ids"].shape[-1] for batch in batches)
+    fill = {"input_ids": pad, "labels": IGNORED}
+
+    def to_longest(batch: Batch) -> Batch:
+        ids = batch["input_ids"]
+        missing = longest - ids.shape[-1]
+        if not missing:
+            return batch
+        rows = {name for name, t in batch.items() if t.shape[-2:] == ids.shape and not t.is_floating_point()}
+        return {
+            name: torch.nn.functional.pad(t, (0, missing), value=fill.get(name, 0)) if name in rows else t
+            for name, t in batch.items()
+        }
+
+    return [to_longest(batch) for batch in batches]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -237,13 +237,18 @@ def find_all_units(
     dtype: torch.dtype,
     experts: Collection[nn.Parameter] = (),
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
-    """Divide the parameters of all model chunks of this rank into units, as `find_units` does for each."""
+    """Divide the parameters of all model chunks of this rank into units, as `find_units` does for each.
+
+    Two chunks may both have a root, such as what is left of a tower and of a head: each gets a name of its own.
+    """
     specs: list[UnitSpec] = []
     uses: dict[nn.Module, list[str]] = {}
-    for root in roots:
+    for number, root in enumerate(roots):
         root_specs, root_uses = find_units(root, units, dtype, experts)
-        specs += root_specs
-        uses |= root_uses
+        taken = {spec.name for spec in specs}
+        names = {s.name: f"{s.name} of chunk {number}" if s.name in taken else s.name for s in root_specs}
+        specs += [replace(spec, name=names[spec.name]) for spec in root_specs]
+        uses |= {module: [names[name] for name in used] for module, used in root_uses.items()}
     return specs, uses
 
 

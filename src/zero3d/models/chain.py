@@ -8,12 +8,15 @@ A second trial enters the model as later pipeline stages do, by a hidden state: 
 Trials run on the CPU with parameters of zeros that take no memory (`expand`), whatever device
 the model is on, and with stand-ins for its blocks. So names and the order of registration do not
 matter, and a model that is no chain is refused instead of trained wrongly.
+
+Where a Hugging Face model's blocks get more than later stages make by themselves, the chain has a `doubt`: whether it
+can be cut is found by running its stages (pipeline/stages_trial.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +28,9 @@ from zero3d.models.bases import base_of, language_model
 from zero3d.models.blocks import find_blocks, owns
 from zero3d.models.copies import copy_with, without_weights
 from zero3d.models.image_trial import TrialImages, trial_images
-from zero3d.models.images import INPUTS
+from zero3d.models.images import is_for_towers
 from zero3d.models.packing import forward_options, inner_model
-from zero3d.models.placeholders import ChunkTensors, Placeholder, SkippedModule, first_argument
+from zero3d.models.placeholders import ChunkTensors, Placeholder, SkippedModule, first_argument, in_form
 from zero3d.nested import tensors_in
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -40,21 +43,40 @@ class Chain:
     blocks     name of the list of blocks; `length` of them
     before     modules that only the first pipeline stage needs
     after      modules that only the last one needs
-    tuples     blocks return a tuple that begins with the hidden state, not the hidden state itself
+    tuples     how long a tuple blocks return, which begins with the hidden state; 0 where it is the hidden state itself
     width      of the hidden state
+    doubt      why later stages may miss something; "" where they need nothing but the hidden state
+    loose      names of parameters beside modules that only the first stage needs
+    images     sequences with images that its trial was given
     """
 
     blocks: str
     length: int
     before: tuple[str, ...]
     after: tuple[str, ...]
-    tuples: bool
+    tuples: int
     width: int
+    doubt: str = ""
+    loose: tuple[str, ...] = ()
+    images: TrialImages | None = field(default=None, compare=False, repr=False)
+
+    def is_before(self, name: str) -> bool:
+        """Return whether a parameter is one that only the first pipeline stage needs."""
+        return name in self.loose or any(name.startswith(f"{module}.") for module in self.before)
+
+
+def loose_parameter(model: nn.Module, name: str) -> Tensor:
+    """Return what stands in the place of a parameter of this name: in a trial a tensor that is none."""
+    holder, _, own = name.rpartition(".")
+    found = model.get_submodule(holder)._parameters[own]
+    assert found is not None
+    return found
 
 
 def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
     """Return the chain that `model` is, with the list of blocks called `blocks` (found if left out).
 
+    One with a doubt is for `pipeline.split.chain_of` to decide about.
     Errors: no list or several, parameters that belong to no module of their own, a forward that is
     no chain or cannot run on token ids (ConfigError).
     """
@@ -67,18 +89,24 @@ def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
 
 def _chain_of(model: nn.Module, name: str) -> Chain:
     """Return the chain whose blocks are in the list of this name. Raises ConfigError."""
-    outside = _outside(model, name)
+    outside, loose = _outside(model, name)
     images = trial_images(model, outside)
-    refusals = []
-    for tuples in (False, True):
+    refusals, doubtful = [], None
+    for tuples in (0, 1, 2):
         try:
             record = _trial(model, name, outside, tuples, images)
-            chain = _sorted(model, name, outside, record, tuples)
+            chain = replace(
+                _sorted(model, name, outside, record, tuples), doubt=record.doubt, loose=loose, images=images
+            )
         except ConfigError as error:
             refusals.append(error)
         else:
-            _check_later_stage(model, chain, outside, record)
-            return chain
+            chain = chain if chain.doubt else replace(chain, doubt=_doubt_of_later_stage(model, chain, outside, record))
+            if not chain.doubt:
+                return chain
+            doubtful = doubtful or chain
+    if doubtful is not None:
+        return doubtful
     raise refusals[0]
 
 
@@ -122,7 +150,7 @@ def _refuse_layer_drop(model: nn.Module) -> None:
     for name in ("layerdrop", "decoder_layerdrop"):
         if (getattr(config, name, None) or 0) > 0:
             raise ConfigError(
-                f"{_refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), and each stage would "
+                f"{refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), and each stage would "
                 f"skip different ones. Set {name} to 0.0 in its config before it is built, or pass pp=1."
             )
 
@@ -146,25 +174,30 @@ def _lists_of_one(lists: Mapping[str, nn.Module]) -> list[str]:
     return names
 
 
-def _outside(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
+def _outside(model: nn.Module, blocks: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     """Return the outermost modules outside the list of blocks that have parameters or draw random numbers, by name.
 
-    Raises ConfigError for parameters that lie beside these.
+    Behind them names of parameters that lie beside these around the language model of a vision-language one: what
+    comes before that has them. Raises ConfigError for others.
     """
     outside: dict[str, nn.Module] = {}
-    path = blocks.split(".")
+    loose: list[str] = []
+    path, text = blocks.split("."), language_model(model)
     for depth in range(len(path)):
         around = ".".join(path[:depth])
         holder = model.get_submodule(around)
         for name, _ in holder.named_parameters(recurse=False):
+            loose.append(f"{around}.{name}".lstrip("."))
+            if text.startswith(f"{around}.") and base_of(model) is holder:
+                continue
             raise ConfigError(
-                f"{f'{around}.{name}'.lstrip('.')} is a parameter of {type(holder).__name__} itself, so it cannot be "
+                f"{loose[-1]} is a parameter of {type(holder).__name__} itself, so it cannot be "
                 "placed on one pipeline stage: move it into a module of its own, or pass pp=1."
             )
         for name, child in holder.named_children():
             if name != path[depth] and (owns(child) or isinstance(child, DROPOUTS)):
                 outside[f"{around}.{name}".lstrip(".")] = child
-    return outside
+    return outside, tuple(loose)
 
 
 @dataclass
@@ -176,6 +209,7 @@ class _TrialRecord:
     order          names of modules outside the blocks, and indices of blocks, as they were called
     latest         the hidden state that the latest block returned
     other_tensors  tensors that each block was given beside its hidden state
+    strict         whether what later stages may miss is refused; else it is a `doubt`, the first one
     """
 
     ids: Tensor
@@ -183,12 +217,20 @@ class _TrialRecord:
     order: list[str | int] = field(default_factory=list)
     latest: Tensor | None = None
     other_tensors: list[list[Tensor]] = field(default_factory=list)
+    strict: bool = True
+    doubt: str = ""
+
+    def may_miss(self, what: str) -> None:
+        """Note what a later stage may miss. Raises ConfigError where nothing can be sent beside a hidden state."""
+        if self.strict:
+            raise ConfigError(what)
+        self.doubt = self.doubt or what
 
 
 class _TrialBlock(Placeholder):
     """Stands for a block in a trial: checks what it is given, and returns a new hidden state."""
 
-    def __init__(self, module: nn.Module, index: int, record: _TrialRecord, tuples: bool) -> None:
+    def __init__(self, module: nn.Module, index: int, record: _TrialRecord, tuples: int) -> None:
         super().__init__(module)
         self._index = index
         self._record = record
@@ -198,23 +240,24 @@ class _TrialBlock(Placeholder):
         record, index = self._record, self._index
         hidden = first_argument(args, kwargs)
         if record.latest is not None and hidden is not record.latest:
-            raise ConfigError(f"something happens to the hidden state between blocks {index - 1} and {index}")
+            record.may_miss(f"something happens to the hidden state between blocks {index - 1} and {index}")
         for value in tensors_in([args, kwargs]):
             if value is record.ids:
-                raise ConfigError(f"block {index} takes the token ids, which only the first pipeline stage has")
+                record.may_miss(f"block {index} takes the token ids, which only the first pipeline stage has")
             if value is not hidden and value.requires_grad:
-                raise ConfigError(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
+                record.may_miss(f"block {index} takes a second tensor with a gradient, {list(value.shape)}")
         record.order.append(index)
         record.other_tensors.append([value for value in tensors_in([args, kwargs]) if value is not hidden])
         record.latest = torch.zeros_like(hidden).requires_grad_()
-        return (record.latest,) if self._tuples else record.latest
+        return in_form(record.latest, self._tuples)
 
 
 def _trial(
-    model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tuples: bool, images: TrialImages | None
+    model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tuples: int, images: TrialImages | None
 ) -> _TrialRecord:
     """Run a copy on two sequences of three tokens, and an image where it takes some; return what was called."""
-    record = _TrialRecord(torch.zeros(2, 3, dtype=torch.long, device="cpu") if images is None else images.ids)
+    ids = torch.zeros(2, 3, dtype=torch.long, device="cpu") if images is None else images.ids
+    record = _TrialRecord(ids, strict=base_of(model) is None)
     trial = _copy_without_weights(model, blocks, record, tuples, {})
     base = base_of(trial)
     for name in outside:
@@ -223,24 +266,24 @@ def _trial(
     inputs: dict[str, Tensor] = {}
     if images is not None:
         inputs, record.order[:] = images.inputs, images.ran
-        record.of_all_stages = {name: t for name, t in inputs.items() if name not in INPUTS}
+        record.of_all_stages = {name: t for name, t in inputs.items() if not is_for_towers(name)}
         base.get_image_features = lambda *_, **__: images.features
     try:
         with torch.enable_grad(), torch.device("cpu"):
             run(record.ids, **forward_options(run), **inputs)
     except ConfigError as error:
-        raise ConfigError(f"{_refusal(model)}: {error}. Pass pp=1.") from error
+        raise ConfigError(f"{refusal(model)}: {error}. Pass pp=1.") from error
     except Exception as error:  # any error of its own, quoted
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{_refusal(model)}: called with token ids {list(record.ids.shape)}, it raises {type(error).__name__}: "
+            f"{refusal(model)}: called with token ids {list(record.ids.shape)}, it raises {type(error).__name__}: "
             f"{line}. Pass pp=1."
         ) from error
     return record
 
 
 def _copy_without_weights(
-    model: nn.Module, blocks: str, record: _TrialRecord, tuples: bool, others: dict[nn.Module | Tensor, object]
+    model: nn.Module, blocks: str, record: _TrialRecord, tuples: int, others: dict[nn.Module | Tensor, object]
 ) -> Any:
     """Copy a model in eval mode without weights, with trial blocks and with `others` replaced."""
     children = list(model.get_submodule(blocks).children())
@@ -249,11 +292,11 @@ def _copy_without_weights(
     return copy_with(model, replaced | others).eval()
 
 
-def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.Module], first: _TrialRecord) -> None:
-    """Run a copy as a later pipeline stage does, which has no token ids. Raises ConfigError."""
+def _doubt_of_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.Module], first: _TrialRecord) -> str:
+    """Run a copy as a later pipeline stage does, which has no token ids; return what is other than on the first."""
     if base_of(model) is None or first.latest is None:
-        return
-    record = _TrialRecord(first.ids)
+        return ""
+    record = _TrialRecord(first.ids, strict=False)
     hidden = torch.zeros_like(first.latest)
     tensors = ChunkTensors(received=hidden)
     skipped: dict[nn.Module | Tensor, object] = {m: SkippedModule(m, tensors) for m in outside.values()}
@@ -261,23 +304,21 @@ def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.
     try:
         with torch.no_grad(), torch.device("cpu"):
             base(inputs_embeds=hidden, **first.of_all_stages, **forward_options(base))
-    except Exception as error:  # any error of its own, quoted
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError(
-            f"{_refusal(model)}: called with inputs_embeds {list(hidden.shape)} instead of token ids, as later stages "
-            f"are, it raises {type(error).__name__}: {line}. Pass pp=1."
-        ) from error
+    except Exception as error:  # noqa: BLE001 (any error of its own, quoted)
+        line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        return (
+            f"called with inputs_embeds {list(hidden.shape)} instead of token ids, as later stages "
+            f"are, it raises {type(error).__name__}: {line}"
+        )
     if hidden._version > 0:
-        raise ConfigError(
-            f"{_refusal(model)}: it modifies inputs_embeds in place, which on later stages is the hidden state "
-            "received. Pass pp=1."
-        )
+        return "it modifies inputs_embeds in place, which on later stages is the hidden state received"
     given, expected = record.other_tensors, first.other_tensors
-    if len(given) != len(expected) or not all(map(_equal, given, expected)):
-        raise ConfigError(
-            f"{_refusal(model)}: its blocks get different masks or positions when it is called with inputs_embeds "
-            "instead of token ids, as later stages are. Pass pp=1."
+    if record.doubt or len(given) != len(expected) or not all(map(_equal, given, expected)):
+        return (
+            "its blocks get different masks or positions when it is called with inputs_embeds "
+            "instead of token ids, as later stages are"
         )
+    return ""
 
 
 def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
@@ -287,11 +328,12 @@ def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return all(host_value((a == b).all().view(1), [1.0]) == [1.0] for a, b in zip(first, second, strict=True))
 
 
-def _refusal(model: nn.Module) -> str:
+def refusal(model: nn.Module) -> str:
+    """Say that a model cannot be cut."""
     return f"{type(model).__name__} cannot be cut into pipeline stages"
 
 
-def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], seen: _TrialRecord, tuples: bool) -> Chain:
+def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], seen: _TrialRecord, tuples: int) -> Chain:
     """Sort modules outside the blocks into those that run before and those that run after.
 
     A Hugging Face head lies around the model that a trial runs: it comes after.
@@ -300,7 +342,7 @@ def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], see
     length = len(list(model.get_submodule(blocks).children()))
     ran = [index for index in calls if isinstance(index, int)]
     if ran != list(range(length)):
-        raise ConfigError(f"{_refusal(model)}: its {length} blocks run in the order {ran[:20]}. Pass pp=1.")
+        raise ConfigError(f"{refusal(model)}: its {length} blocks run in the order {ran[:20]}. Pass pp=1.")
     start, stop = calls.index(0), calls.index(length - 1)
     base = base_of(model)
     head = set() if base is None else set(model.modules()) - set(base.modules())
@@ -317,7 +359,7 @@ def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], see
         elif owns(module):
             fault = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
             raise ConfigError(
-                f"{_refusal(model)}: called with token ids {list(seen.ids.shape)}, {name} {fault}. Pass pp=1."
+                f"{refusal(model)}: called with token ids {list(seen.ids.shape)}, {name} {fault}. Pass pp=1."
             )
     assert seen.latest is not None
     return Chain(blocks, length, tuple(before), tuple(later), tuples, seen.latest.shape[-1])

@@ -26,21 +26,17 @@ from zero3d.models.placeholders import Placeholder
 from zero3d.nested import tensors_in
 
 SIDE = 448  # pixels of an image for towers that take any size
-INPUTS = (  # what towers read
-    "pixel_values",
-    "pixel_attention_mask",
-    "image_sizes",
-    "image_grid_thw",
-    "image_position_ids",
-    "image_merge_sizes",
+INPUTS = (
+    "pixel_",
+    "high_res_pixel_",
+    "image_",
     "batch_num_images",
+    "video_",
+    "num_patches",
     "num_local_patches",
-    "pixel_values_local",
-    "high_res_pixel_values",
-    "pixel_mask",
-    "spatial_shapes",
-    "target_sizes",
-)
+    "num_frames",
+    "second_per_grid",
+)  # names of towers' inputs
 GRIDS = ("image_grid_thw", "spatial_shapes", "target_sizes", "image_grid_hw")  # patches of an image, by dimension
 UNFLATTENED = ("kimi_k25", "paddleocr_vl")  # types whose processors leave a patch as it is, [3, height, width]
 SEEN = ("pixel_values", "pixel_values_videos")  # of these, too, each by a call of its own
@@ -61,6 +57,11 @@ def give_blank_image(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     base: Any = base_of(model_of(model))
     takes = inspect.signature(base.get_image_features).parameters
     vars(base)[GIVEN] = _Shared({name: tensor for name, tensor in inputs.items() if name in takes})
+
+
+def is_for_towers(name: str) -> bool:
+    """Return whether a forward's argument of this name is of images or videos, and not of tokens."""
+    return name in GRIDS or name.startswith(INPUTS)
 
 
 def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
@@ -150,6 +151,20 @@ def _patches_with_grid(config: Any, grid: str, smallest: bool) -> dict[str, Tens
 def _first(config: Any, names: Sequence[str], otherwise: Any) -> Any:
     """Return the first of these values that a config has."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), otherwise)
+
+
+def patches(model: nn.Module) -> int:
+    """Return how many patches one image has, as large as `image_inputs` makes it; 0 where a config does not tell."""
+    try:
+        vision = base_of(model_of(model)).config.vision_config
+        side = vision.patch_size
+        height, width = (side, side) if isinstance(side, int) else side
+        pixels = image_inputs(model)["pixel_values"]
+        channels: int = _first(vision, ("num_channels", "in_channels"), 3)
+        frames: int = _first(vision, ("temporal_patch_size",), 1)
+        return int(pixels.numel() // (height * width * channels * frames))
+    except (AttributeError, ConfigError, TypeError, ValueError):
+        return 0
 
 
 def _line(error: Exception) -> str:

@@ -160,20 +160,31 @@ def _off(made: Tensor, wanted: Tensor) -> float:
 
 
 @contextmanager
-def copied(model: nn.Module, varlen: bool, few: bool, seed: int) -> Iterator[nn.Module]:
+def copied(
+    model: nn.Module,
+    varlen: bool,
+    few: bool,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    part_of: Callable[[str], int] = lambda _: 0,
+) -> Iterator[nn.Module]:
     """Copy a model with random weights, on the CPU, and attention that needs no accelerator.
 
     varlen  its attention makes no mask, and is told where documents end
     few     one block of each kind; others hand their hidden state on
+    dtype   of weights and of what has fractions
+    part_of of a block's name: of each part of the model one block of each kind is left
     Inside, a forward drops nothing out; afterwards random states, modes and defaults are as they were before.
     """
-    with _alone():
-        yield from _copied(model, varlen, few, torch.Generator().manual_seed(seed))
+    with _alone(dtype):
+        yield from _copied(model, varlen, part_of if few else None, torch.Generator().manual_seed(seed))
 
 
-def _copied(model: nn.Module, varlen: bool, few: bool, generator: torch.Generator) -> Iterator[nn.Module]:
-    form = {"tuple": False}
-    replaced, kept = _passed(model, form) if few else ({}, [])
+def _copied(
+    model: nn.Module, varlen: bool, part_of: Callable[[str], int] | None, generator: torch.Generator
+) -> Iterator[nn.Module]:
+    form = {"tuples": 0}
+    replaced, kept = ({}, []) if part_of is None else _passed(model, form, part_of)
     left_out = {module for block in replaced for module in block.modules()}
     present = [module for module in model.modules() if module not in left_out]
     quantised: dict[nn.Module | Tensor, object] = {m: _Linear(m, generator) for m in present if _is_quantised(m)}
@@ -182,7 +193,9 @@ def _copied(model: nn.Module, varlen: bool, few: bool, generator: torch.Generato
     buffers: dict[nn.Module | Tensor, object] = {b: _on_cpu(b) for m in present for b in m.buffers(recurse=False)}
     trial: nn.Module = copy_with(model, replaced | quantised | weights | buffers).train()
     for name in kept:
-        trial.get_submodule(name).register_forward_hook(lambda _, __, made: form.update(tuple=isinstance(made, tuple)))
+        trial.get_submodule(name).register_forward_hook(
+            lambda _, __, made: form.update(tuples=len(made) if isinstance(made, tuple) else 0)
+        )
     config: Any = getattr(trial, "config", None)
     if not hasattr(config, "_attn_implementation"):
         yield trial
@@ -227,7 +240,9 @@ def _attend(
     return made.transpose(1, 2).contiguous(), None
 
 
-def _passed(model: nn.Module, form: Mapping[str, bool]) -> tuple[dict[nn.Module, PassedBlock], list[str]]:
+def _passed(
+    model: nn.Module, form: Mapping[str, int], part_of: Callable[[str], int]
+) -> tuple[dict[nn.Module, PassedBlock], list[str]]:
     """Return what stands for blocks of which there is one of the kind before, and names of the others."""
     kinds: set[str] = set()
     config: Any = getattr(model, "config", None)
@@ -242,7 +257,7 @@ def _passed(model: nn.Module, form: Mapping[str, bool]) -> tuple[dict[nn.Module,
         holder = name.rpartition(".")[0]
         of_config = [str(each[before[holder]]) for each in lists if len(each) == many[holder]]
         before[holder] += 1
-        kind = "\n".join([holder, repr(block), *of_config, *_flags(block)])
+        kind = "\n".join([holder, str(part_of(name)), repr(block), *of_config, *_flags(block)])
         if kind in kinds:
             replaced[block] = PassedBlock(block, form)
         else:
@@ -263,7 +278,7 @@ def _random(p: Tensor, generator: torch.Generator) -> Tensor:
     """Return random numbers in the place of a parameter: a view of as many as the sum of its dimensions."""
     if not p.is_floating_point():
         return torch.zeros((), dtype=p.dtype).expand(p.shape)
-    numbers = torch.randn(sum(p.shape) + 1, generator=generator, dtype=torch.float32)
+    numbers = torch.randn(sum(p.shape) + 1, generator=generator, dtype=torch.get_default_dtype())
     if p.dim() > 1:
         numbers = numbers / math.sqrt(max(1, p[:1].numel()))
     return numbers.as_strided(p.shape, (1,) * p.dim())
@@ -271,7 +286,7 @@ def _random(p: Tensor, generator: torch.Generator) -> Tensor:
 
 def _on_cpu(buffer: Tensor) -> Tensor:
     """Return a buffer with memory of its own, on the CPU: ones where it has no values."""
-    wanted = torch.float32 if buffer.is_floating_point() else buffer.dtype
+    wanted = torch.get_default_dtype() if buffer.is_floating_point() else buffer.dtype
     if buffer.is_meta:
         return torch.full(buffer.shape, float(buffer.is_floating_point()), dtype=wanted)
     return buffer.detach().to("cpu", wanted, copy=True)
@@ -297,13 +312,13 @@ class _Linear(nn.Module):
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Leave nothing behind of what runs inside."""
+def _alone(dtype: torch.dtype) -> Iterator[None]:
+    """Leave nothing behind of what runs inside, where numbers with fractions are of this dtype."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.no_grad())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(dtype)
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.autocast("cpu", enabled=False))

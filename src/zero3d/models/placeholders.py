@@ -57,13 +57,12 @@ class ChunkTensors:
 class SkippedBlock(Placeholder):
     """Stands for a block of another chunk: returns its hidden state, in the form in which blocks here return theirs."""
 
-    def __init__(self, block: nn.Module, tuples: bool, tensors: ChunkTensors) -> None:
+    def __init__(self, block: nn.Module, tuples: int, tensors: ChunkTensors) -> None:
         super().__init__(block)
         self._tuples, self._tensors = tuples, tensors
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = self._next(first_argument(args, kwargs))
-        return (hidden,) if self._tuples else hidden
+        return in_form(self._next(first_argument(args, kwargs)), self._tuples)
 
     def _next(self, hidden: Any) -> Any:
         return hidden
@@ -79,7 +78,7 @@ class ReceivingBlock(SkippedBlock):
 class SendingBlock(SkippedBlock):
     """Stands for the block after the chunk's last: keeps what is sent. A plain model's forward ends here."""
 
-    def __init__(self, block: nn.Module, tuples: bool, tensors: ChunkTensors, ends: bool) -> None:
+    def __init__(self, block: nn.Module, tuples: int, tensors: ChunkTensors, ends: bool) -> None:
         super().__init__(block, tuples, tensors)
         self._ends = ends
 
@@ -95,15 +94,14 @@ class ChunkDone(Exception):
 
 
 class PassedBlock(Placeholder):
-    """Stands for a block that is like others in a trial: returns its hidden state in their form, `tuple` or not."""
+    """Stands for a block that is like others in a trial: returns its hidden state in their form (`in_form`)."""
 
-    def __init__(self, block: nn.Module, form: Mapping[str, bool]) -> None:
+    def __init__(self, block: nn.Module, form: Mapping[str, int]) -> None:
         super().__init__(block)
         self._form = form
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = first_argument(args, kwargs)
-        return (hidden,) if self._form["tuple"] else hidden
+        return in_form(first_argument(args, kwargs), self._form["tuples"])
 
 
 class SkippedModule(Placeholder):
@@ -111,19 +109,29 @@ class SkippedModule(Placeholder):
 
     A module around several embeddings is given inputs_embeds where it would get token ids: the hidden state, among
     numbers of positions and types, is what has fractions.
+
+    projects  a linear layer returns zeros of its own width, too
     """
 
-    def __init__(self, module: nn.Module, tensors: ChunkTensors) -> None:
+    def __init__(self, module: nn.Module, tensors: ChunkTensors, projects: bool = False) -> None:
         super().__init__(module)
         self._width, self._tensors = (module.embedding_dim if isinstance(module, nn.Embedding) else None), tensors
+        self._projects = module.out_features if projects and isinstance(module, nn.Linear) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments, like = list(tensors_in([args, kwargs])), self._tensors.received
         hidden = next((t for t in arguments if t.is_floating_point()), None)
+        if self._projects is not None and hidden is not None:
+            return hidden.new_zeros(()).expand(*hidden.shape[:-1], self._projects)
         if like is None or (self._width is None and hidden is not None):
             return hidden if hidden is not None else first_argument(args, kwargs)
         width = like.shape[-1] if self._width is None else self._width
         return like.new_zeros(()).expand(*arguments[0].shape, width)
+
+
+def in_form(hidden: Any, tuples: int) -> Any:
+    """Return a hidden state in the form in which blocks return theirs: in a tuple of this length, or as it is for 0."""
+    return (hidden, *[None] * (tuples - 1)) if tuples else hidden
 
 
 def first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

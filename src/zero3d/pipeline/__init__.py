@@ -3,6 +3,8 @@
 schedules          which rank has which model chunks, by schedule; what fits it
 balance            where to cut: blocks by bytes and FLOPs
 split              a model chunk that runs by the model's own forward
+entry              what later chunks are given beside the hidden state
+stages_trial       whether a model's stages give what the whole does, and what they must be given for it
 ties               parameters that two chunks hold
 actions            a schedule's action list, and how long ranks wait in it
 traffic            what a rank sends and gathers in a step, by formula

@@ -6,10 +6,12 @@
                 FLOPs of a step              bytes at the peak
     ----------  ---------------------------  ----------------------------------------------
     embedding   0 (a look-up)                16 parameters
+    tower       6 x parameters x patches     16 parameters
     block       6 x active x tokens          16 parameters + 34 x tokens x hidden
     head        6 x hidden x vocab x tokens  16 parameters + 10 x tokens x vocab
 
-`active`: parameters a token meets, fewer than all with experts. The cost of a chunk is its share of
+`active`: parameters a token meets, fewer than all with experts. The tower of a vision-language model is before the
+blocks, and is counted with one image. The cost of a chunk is its share of
 all FLOPs plus its share of all bytes, in whole numbers:
 
     cost = FLOPs x (all bytes) + bytes x (all FLOPs)
@@ -59,14 +61,25 @@ class ChainCosts(NamedTuple):
     after: int
 
 
+class Tower(NamedTuple):
+    """What turns images into tokens: its parameters, and the patches that each of them meets in a micro-batch."""
+
+    parameters: int = 0
+    patches: int = 0
+
+
+BLIND = Tower()  # of a model of text
+
+
 def chain_costs(
-    embedding: int, blocks: Sequence[Weights], head: int, tokens: int, hidden: int, vocab: int
+    embedding: int, blocks: Sequence[Weights], head: int, tokens: int, hidden: int, vocab: int, tower: Tower = BLIND
 ) -> ChainCosts:
-    """Return the costs of the table above for a micro-batch of `tokens`. embedding, head: parameters.
+    """Return the costs of the table above for a micro-batch of `tokens`. embedding, head: parameters, a tower's too.
 
     A tied head counts all the same: the last pipeline stage holds a copy of its weight.
     """
-    flops = [0, *(TRAINING_FLOPS * b.met * tokens for b in blocks), TRAINING_FLOPS * hidden * vocab * tokens]
+    seeing = TRAINING_FLOPS * tower.parameters * tower.patches
+    flops = [seeing, *(TRAINING_FLOPS * b.met * tokens for b in blocks), TRAINING_FLOPS * hidden * vocab * tokens]
     states = [STATE_BYTES * n for n in (embedding, *(b.parameters for b in blocks), head)]
     activations = [0, *(BLOCK_BYTES * tokens * hidden for _ in blocks), LOGIT_BYTES * tokens * vocab]
     memory = [s + a for s, a in zip(states, activations, strict=True)]

@@ -8,7 +8,8 @@ logits of the last position. Ranks go on with the next micro-batch
 as soon as they have sent, so that a pipeline of one chunk per rank fills up by itself.
 
 Router logits (mixtures of experts with `output_router_logits`) travel behind the hidden state, after a
-header of three numbers: layers so far (0: none yet), experts, dtype. Their shapes are noted in `ChunkOutputs`.
+header of three numbers: layers so far (0: none yet), experts, dtype. Their shapes are noted in `ChunkOutputs`. What
+else a chunk is given comes last.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ForwardOnly:
         """Return the inputs of the next chunk, if it is on this rank; `tensors`: outputs of `chunk`, if it is here."""
         source, target, here = self._owners[chunk], self._owners[chunk + 1], self._axis.rank
         if here == source:
-            routed = tensors[1] if len(tensors) > 1 else None
+            routed = tensors[1] if len(tensors) > 1 + self._more(chunk, shape) else None
             shapes = None if routed is None else RouterLogits(len(routed), routed.shape[-1], routed.dtype)
             self._outputs.router_logits[chunk] = shapes
             if target != here:
@@ -87,6 +88,10 @@ class ForwardOnly:
         elif here == target:
             return self._receive(chunk, source, shape)
         return tensors
+
+    def _more(self, chunk: int, shape: Sequence[int]) -> int:
+        """Return how many tensors a chunk hands on behind hidden state and router logits."""
+        return len(self._outputs.beside(chunk, shape)) + bool(self._outputs.facts(shape))
 
     def _header(self, chunk: int) -> list[Tensor]:
         if not self._chunks.routes:
@@ -101,16 +106,21 @@ class ForwardOnly:
 
     def _receive(self, chunk: int, source: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
         hidden = self._outputs.hidden(shape)
-        if not self._chunks.routes:
-            messages(self._axis, "receive", "hidden", {}, {source: hidden})
-            return (hidden,)
+        received = [hidden]
         header = torch.zeros(3, dtype=torch.int64, device=hidden.device)
-        for into in (header, hidden):
+        for into in (header, hidden) if self._chunks.routes else (hidden,):
             messages(self._axis, "receive", "hidden", {}, {source: into})
-        layers, experts, dtype = (int(value) for value in header)
-        self._outputs.router_logits[chunk] = RouterLogits(layers, experts, DTYPES[dtype]) if layers else None
-        if not layers:
-            return (hidden,)
-        routed = torch.empty(layers, hidden.shape[:-1].numel(), experts, dtype=DTYPES[dtype], device=hidden.device)
-        messages(self._axis, "receive", "hidden", {}, {source: routed})
-        return hidden, routed
+        if self._chunks.routes:
+            layers, experts, dtype = (int(value) for value in header)
+            self._outputs.router_logits[chunk] = RouterLogits(layers, experts, DTYPES[dtype]) if layers else None
+            if layers:
+                rows = hidden.shape[:-1].numel()
+                received.append(torch.empty(layers, rows, experts, dtype=DTYPES[dtype], device=hidden.device))
+                messages(self._axis, "receive", "hidden", {}, {source: received[-1]})
+        for like in self._outputs.beside(chunk, shape):
+            received.append(torch.empty(like.shape, dtype=like.dtype, device=hidden.device))
+            messages(self._axis, "receive", "hidden", {}, {source: received[-1]})
+        if facts := self._outputs.facts(shape):
+            received.append(torch.empty(facts, dtype=torch.int64, device=hidden.device))
+            messages(self._axis, "receive", "hidden", {}, {source: received[-1]})
+        return tuple(received)

@@ -187,7 +187,8 @@ class Pipeline:
         if self._made is None:
             raise ConfigError("traffic() is that of the last step's shape, and there was no step: train_batch first.")
         cuts = [self._outputs.sizes(chunk, self._made.shape.ids) for chunk in range(self._chunks.last)]
-        return pipeline_traffic(list(self._chunks.modules), micro_batches, cuts)
+        facts = self._outputs.facts(self._made.shape.ids)
+        return pipeline_traffic(list(self._chunks.modules), micro_batches, cuts, facts)
 
     @property
     def vocabulary(self) -> int | None:
@@ -221,8 +222,11 @@ class Pipeline:
         order, rank = _order(made), self._axis.rank
         sends = Sends(acknowledgements(order, rank, self._owners))
         waits = Waits(self._axis, self._owners, order.get(rank, []) if self._schedule.chunks_per_rank > 1 else [])
+        facts = self._outputs.facts(shape.ids)
         for stage in stages:
             stage.sends, stage.waits = sends, waits
+            stage.facts = facts
+            stage.before = next((each for each in stages if each.stage_index == stage.stage_index - 1), None)
             stage.warmup = self._axis.size - 1 - self._axis.rank if issubclass(kind, Schedule1F1B) else None
         return MadeSchedule(shape, made, stages, sends, waits)
 

@@ -2,6 +2,7 @@
 
     hidden state     [batch, length, width]                       of every chunk but the last
     router logits    [layers so far, batch x length, experts]     behind it, for the loss of mixtures of experts
+    what else later chunks are given (entry.py)                   behind these
 
 How many layers have routers is known where a forward has passed: `router_logits`, which `ForwardOnly` fills.
 """
@@ -37,6 +38,7 @@ class ChunkOutputs:
         self._dtype = weight.dtype
         self.device = weight.device
         self._width = modules[0].width
+        self._crossing = getattr(modules[0], "crossing", None)
         self.loss_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.router_logits: dict[int, RouterLogits | None] = {}
 
@@ -48,12 +50,23 @@ class ChunkOutputs:
         """Return what a chunk hands on for token ids of this shape, on the meta device."""
         shape = *self._own_shape(ids_shape), self._width
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
-        routed = self.router_logits.get(chunk)
+        routed, beside = self.router_logits.get(chunk), self.beside(chunk, ids_shape)
         if routed is None:
-            return (hidden,)
+            return hidden, *beside
         logits = routed.layers, hidden.shape[:-1].numel(), routed.experts
-        return hidden, torch.empty(logits, dtype=routed.dtype, device="meta", requires_grad=True)
+        return hidden, torch.empty(logits, dtype=routed.dtype, device="meta", requires_grad=True), *beside
+
+    def beside(self, chunk: int, ids_shape: Sequence[int]) -> list[Tensor]:
+        """Return what a chunk hands on behind hidden state and router logits, on the meta device, but for integers."""
+        if self._crossing is None:
+            return []
+        shapes = [leaf.shape(self._own_shape(ids_shape)) for leaf in self._crossing.enters(chunk + 1)]
+        return [torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True) for shape in shapes]
+
+    def facts(self, ids_shape: Sequence[int]) -> int:
+        """Return how many integers come behind all of this; they have no gradients."""
+        return 0 if self._crossing is None else self._crossing.entry.facts(self._own_shape(ids_shape))
 
     def sizes(self, chunk: int, ids_shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (elements, bytes of each) of every tensor that a chunk hands on."""
+        """Return (elements, bytes of each) of every tensor with a gradient that a chunk hands on."""
         return [(tensor.numel(), tensor.itemsize) for tensor in self.leaving(chunk, ids_shape)]

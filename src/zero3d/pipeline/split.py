@@ -10,6 +10,9 @@ block returned, so norm and head happen on the last chunk only. In between the m
 masks and rotary embeddings, in every chunk from the same micro-batch: `layer_types[i]`, `layer_idx` and
 packed documents are as in the full model, because the list of blocks keeps its length.
 
+Where later chunks cannot make all of that, such as a vision-language model's positions, what the first one gave its
+decoder comes with the hidden state (entry.py).
+
 Router logits (mixtures of experts) travel as one more tensor, [layers so far, tokens, experts], and
 the last chunk's model computes its auxiliary loss of all of them.
 No torch.distributed here: chunk k is called on what chunk k-1 returned.
@@ -24,14 +27,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.distributed.axis import Axis
 from zero3d.errors import ConfigError
-from zero3d.models.bases import base_of
-from zero3d.models.chain import Chain, find_chain
+from zero3d.models.bases import base_of, language_model, sees_images
+from zero3d.models.chain import Chain, find_chain, loose_parameter, refusal
 from zero3d.models.copies import copy_with
-from zero3d.models.images import INPUTS
-from zero3d.models.packing import forward_options, inner_model
+from zero3d.models.images import is_for_towers, patches
+from zero3d.models.packing import forward_options, inner_model, key_of
 from zero3d.models.placeholders import (
     ChunkDone,
     ChunkTensors,
@@ -40,11 +44,17 @@ from zero3d.models.placeholders import (
     SkippedBlock,
     SkippedModule,
 )
-from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
+from zero3d.pipeline.balance import BLIND, TOKENS, Tower, Weights, chain_costs, cut
+from zero3d.pipeline.entry import EMBEDDINGS, MADE, Crossing, Entry, SentModule
 from zero3d.pipeline.schedules import Schedule
+from zero3d.pipeline.stages_trial import NOTHING, find_entry
 from zero3d.pipeline.ties import Tie, ties_and_copies
 
+FINEST = 4  # blocks behind each of which a model is cut on trial, where nothing says where it will be
 OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+
+
+_found: dict[object, tuple[Chain, Entry]] = {}  # of models that are alike there is one trial
 
 
 class ModelChunk(nn.Module):
@@ -53,12 +63,20 @@ class ModelChunk(nn.Module):
     chunk, chunks   which chunk of how many; `is_first`, `is_last`
     tied            ties of the whole model, on every chunk the same list
     width           of the hidden state
+    crossing        what goes in and out beside it; None where that is nothing
 
     Parameters keep the full model's names. Attributes it lacks (config, ...) are the model's.
     """
 
     def __init__(
-        self, model: nn.Module, chunk: int, chunks: int, tied: Sequence[Tie], tensors: ChunkTensors, width: int
+        self,
+        model: nn.Module,
+        chunk: int,
+        chunks: int,
+        tied: Sequence[Tie],
+        tensors: ChunkTensors,
+        width: int,
+        crossing: Crossing | None = None,
     ) -> None:
         super().__init__()
         # The model's own dicts: one set of modules under two roots, so that names get no prefix.
@@ -71,6 +89,7 @@ class ModelChunk(nn.Module):
         self.chunks = chunks
         self.tied = list(tied)
         self.width = width
+        self.crossing = crossing
         self._tensors = tensors
         if base_of(model) is not None and self.is_last:
             base_of(model).register_forward_hook(partial(_add_routed, tensors))
@@ -94,23 +113,43 @@ class ModelChunk(nn.Module):
         except AttributeError:
             return getattr(self._model, name)
 
-    def forward(self, entering: Tensor, routed: Tensor | None = None, **batch: Any) -> Any:
+    @property
+    def whole(self) -> nn.Module:
+        """Return the model with placeholders that the chunk runs."""
+        model: nn.Module = self._model
+        return model
+
+    def forward(self, entering: Tensor, *more: Tensor, **batch: Any) -> Any:
         """Run this chunk.
 
         entering  token ids [batch, length] on the first chunk, else the hidden state [batch, length, hidden]
-        routed    router logits [layers so far, tokens, experts] that the chunk before returned, if any
+        more      what the chunk before returned behind it: router logits [layers so far, tokens, experts], if any; what
+                  `crossing` takes
         batch     what the model's forward takes beside token ids (position_ids, attention_mask, labels, ...):
                   the same for all chunks. There is never a cache.
-        Returns the full model's output on the last chunk. Before it, returns the hidden state, or (hidden state, router
-        logits) if layers so far have routers and `output_router_logits` is on.
+        Returns the full model's output on the last chunk. Before it, returns the hidden state, or a tuple of that,
+        router logits if layers so far have routers and `output_router_logits` is on, and what `crossing` sends.
         """
-        tensors = self._tensors
+        tensors, crossing, facts = self._tensors, self.crossing, None
         self._model.training = self.training
-        tensors.received, tensors.routed = (None if self.is_first else entering), routed
+        given: dict[str, Any] = {}
+        if crossing is not None and self.is_first:
+            crossing.begin(batch)
+        elif crossing is not None:
+            routers, facts = len(more) - 1 - len(crossing.enters(self.chunk)), more[-1]
+            entering, given = crossing.enter(entering, more[routers:-1], facts, entering.shape[:-1])
+            more = more[:routers]
+        tensors.received, tensors.routed = (None if self.is_first else entering), next(iter(more), None)
         try:
-            return self._run(entering, batch)
+            output = self._run(entering, batch | given)
+            if crossing is None or self.is_last:
+                return output
+            hidden, *routed = output if isinstance(output, tuple) else (output,)
+            return (hidden, *routed, *crossing.leaving(hidden, hidden.shape[:-1], facts))
         finally:
             tensors.received = tensors.routed = tensors.sent = None
+            if crossing is not None:
+                crossing.forget()
 
     def _run(self, entering: Tensor, batch: dict[str, Any]) -> Any:
         model: Any = inner_model(self._model)
@@ -118,9 +157,9 @@ class ModelChunk(nn.Module):
         if base is None:
             return self._run_plain(model, entering, batch)
         # The hidden state itself enters at the first block; here it tells shape, dtype and device.
-        start = {"input_ids": entering} if self.is_first else {"inputs_embeds": entering.detach()}
+        start = {"input_ids": entering} if self.is_first else {EMBEDDINGS: batch.pop(EMBEDDINGS, entering.detach())}
         if not self.is_first:
-            batch = {key: value for key, value in batch.items() if key not in INPUTS}
+            batch = {key: value for key, value in batch.items() if not is_for_towers(key)}
         if self.is_last:
             return model(**start, **batch | forward_options(model))
         batch = {key: value for key, value in batch.items() if key not in OF_THE_HEAD}
@@ -146,12 +185,77 @@ def split(model: nn.Module, counts: Sequence[int], chunk: int, blocks: str | Non
     may come before or after, the engine after.
     Errors: a model that is no chain, counts that are not its blocks (ConfigError).
     """
+    chain, entry = chain_of(model, blocks, counts)
+    return _split(model, chain, entry, counts, chunk)
+
+
+def chain_of(model: nn.Module, blocks: str | None, counts: Sequence[int] | None = None) -> tuple[Chain, Entry]:
+    """Return the chain that a model is, and what later stages need beside the hidden state. Raises ConfigError.
+
+    counts  blocks of each chunk; left out, those of a pipeline that is cut behind each of the first blocks
+    """
     chain = find_chain(model, blocks)
+    if counts is None:
+        ones = min(chain.length - 1, FINEST)
+        counts = [1] * ones + [chain.length - ones]
+    _check(chain, counts, 0)
+    return _entered(model, chain, counts)
+
+
+def _entered(model: nn.Module, chain: Chain, counts: Sequence[int]) -> tuple[Chain, Entry]:
+    """Return the chain and what later stages need beside the hidden state. Raises ConfigError.
+
+    A vision-language model, and any whose later stages may miss something, is cut on trial: its stages must give what
+    the whole does (stages_trial.py). A dry run, whose tensors have no values, takes what needs no trial.
+    """
+    if len(counts) == 1 or not (chain.doubt or chain.images):
+        return chain, NOTHING
+    for tie in ties_and_copies(model, chain, counts, 0)[0]:
+        if all(name.startswith(f"{chain.blocks}.") for name in (tie.name, tie.other_name)):
+            raise ConfigError(
+                f"{refusal(model)}: {tie.name} is {tie.other_name}, too, and blocks of two stages would share it. "
+                "Pass pp=1."
+            )
+    if not isinstance(torch.empty(0), FakeTensor):
+        alike = key_of(inner_model(model))
+        key = None if alike is None else (alike, chain, tuple(counts))
+        if key in _found:
+            return _found[key]
+        found = find_entry(model, chain, counts, partial(_split_on_trial, counts))
+        if key is not None:
+            _found[key] = found
+        return found
+    if chain.doubt:
+        raise ConfigError(
+            f"{refusal(model)} in a dry run, which cannot try what later stages are given: {chain.doubt}. Pass pp=1."
+        )
+    return chain, NOTHING
+
+
+def _split_on_trial(counts: Sequence[int], model: nn.Module, chain: Chain, entry: Entry, chunk: int) -> ModelChunk:
+    return _split(model, chain, entry, counts, chunk, ties=False)
+
+
+def _split(
+    model: nn.Module, chain: Chain, entry: Entry, counts: Sequence[int], chunk: int, ties: bool = True
+) -> ModelChunk:
     _check(chain, counts, chunk)
-    ties, copies = ties_and_copies(model, chain, counts, chunk)
+    tied, copies = ties_and_copies(model, chain, counts, chunk) if ties else ([], {})
     tensors = ChunkTensors()
-    replaced = _placeholders(model, chain, counts, chunk, tensors) | copies
-    return ModelChunk(copy_with(model, replaced), chunk, len(counts), ties, tensors, chain.width)
+    crosses = bool(entry.leaves) and len(counts) > 1
+    replaced = _placeholders(model, chain, counts, chunk, tensors, entry if crosses else None) | copies
+    copy = copy_with(model, replaced)
+    crossing = None
+    if crosses:
+        starts = [sum(counts[:number]) for number in range(len(counts))]
+        crossing = Crossing(copy, entry, starts, chunk)
+        for module in copy.modules():
+            if isinstance(module, SentModule):
+                module.crossing = crossing
+        if chunk + 1 < len(counts):
+            last = list(copy.get_submodule(chain.blocks).children())[starts[chunk + 1] - 1]
+            last.register_forward_hook(partial(_keep_output, tensors))
+    return ModelChunk(copy, chunk, len(counts), tied, tensors, chain.width, crossing)
 
 
 def balance(
@@ -162,8 +266,10 @@ def balance(
     `pipeline/balance.py` has the costs. Width and vocabulary are those of the largest embedding.
     Errors: a model that is no chain, fewer blocks than chunks of this schedule (ConfigError).
     """
-    chain = find_chain(model, blocks)
-    order = Schedule.of(schedule)
+    return _balanced(model, find_chain(model, blocks), stages, tokens, Schedule.of(schedule))
+
+
+def _balanced(model: nn.Module, chain: Chain, stages: int, tokens: int, order: Schedule) -> list[int]:
     order.check_blocks(chain.length, stages, chain.blocks)
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     table = max(embeddings, key=lambda m: m.weight.numel(), default=None)
@@ -172,18 +278,30 @@ def balance(
         sum(p.numel() for name in names for p in model.get_submodule(name).parameters())
         for names in (chain.before, chain.after)
     )
+    before += sum(loose_parameter(model, name).numel() for name in chain.loose)
     weights = [
         active_weights(block, getattr(model, "config", None)) for block in model.get_submodule(chain.blocks).children()
     ]
-    costs = chain_costs(before, weights, after, tokens, hidden, vocab)
+    costs = chain_costs(before, weights, after, tokens, hidden, vocab, tower_of(model, chain.before))
     return cut(costs.blocks, stages * order.chunks_per_rank, costs.before, costs.after)
+
+
+def tower_of(model: nn.Module, before: Sequence[str]) -> Tower:
+    """Return the tower of a vision-language model, and the patches of one image. before: modules before its blocks."""
+    if not sees_images(model):
+        return BLIND
+    text = language_model(model)
+    outside = [model.get_submodule(name) for name in before if not name.startswith(f"{text}.")]
+    return Tower(sum(p.numel() for module in outside for p in module.parameters()), patches(model))
 
 
 def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | None) -> dict[int, nn.Module]:
     """Return this rank's chunks of the model by number; without pipeline the model itself."""
     if axis.size == 1:
         return {0: model}
-    counts = balance(model, axis.size, TOKENS, blocks, schedule.name)
+    chain = find_chain(model, blocks)
+    counts = _balanced(model, chain, axis.size, TOKENS, schedule)
+    chain, entry = _entered(model, chain, counts)
     if schedule.splits_backward and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         warnings.warn(
             f"schedule {schedule.name!r} takes gradients of inputs and of each group of weights apart, and torch's "
@@ -191,7 +309,8 @@ def take_chunks(model: nn.Module, axis: Axis, schedule: Schedule, blocks: str | 
             "right, but several times the compute. zero3d.activations.recompute(model, 'full') runs it again once.",
             stacklevel=6,
         )
-    return {chunk: split(model, counts, chunk, blocks) for chunk in schedule.chunks_of(axis.rank, axis.size)}
+    chunks = schedule.chunks_of(axis.rank, axis.size)
+    return {chunk: _split(model, chain, entry, counts, chunk) for chunk in chunks}
 
 
 def active_weights(block: nn.Module, config: Any) -> Weights:
@@ -217,21 +336,36 @@ def _check(chain: Chain, counts: Sequence[int], chunk: int) -> None:
 
 
 def _placeholders(
-    model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, tensors: ChunkTensors
+    model: nn.Module, chain: Chain, counts: Sequence[int], chunk: int, tensors: ChunkTensors, entry: Entry | None
 ) -> dict[nn.Module | Tensor, object]:
-    """Return the placeholders in this chunk for modules of other chunks, by the module."""
+    """Return the placeholders in this chunk for modules of other chunks, by the module; None for loose parameters.
+
+    entry  what later chunks are given; with one, blocks are left at the output of the last, not the input of the next
+    """
     first, stop, ends = sum(counts[:chunk]), sum(counts[: chunk + 1]), base_of(model) is None
     replaced: dict[nn.Module | Tensor, object] = {}
     for index, block in enumerate(model.get_submodule(chain.blocks).children()):
         if index == first - 1:
             replaced[block] = ReceivingBlock(block, chain.tuples, tensors)
-        elif index == stop:
+        elif index == stop and entry is None:
             replaced[block] = SendingBlock(block, chain.tuples, tensors, ends)
         elif not first <= index < stop:
             replaced[block] = SkippedBlock(block, chain.tuples, tensors)
     outer_modules = (chain.before if chunk > 0 else ()) + (chain.after if chunk < len(counts) - 1 else ())
-    replaced |= {model.get_submodule(name): SkippedModule(model.get_submodule(name), tensors) for name in outer_modules}
-    return replaced
+    sent = set() if entry is None else {leaf.name for leaf in entry.leaves if leaf.place[0] == MADE}
+    for name in outer_modules:
+        module = model.get_submodule(name)
+        if name in sent and chunk > 0:
+            replaced[module] = SentModule(module, name)
+        else:
+            replaced[module] = SkippedModule(module, tensors, projects=entry is not None and chunk > 0)
+    loose = [loose_parameter(model, name) for name in chain.loose] if chunk > 0 else []
+    return replaced | dict.fromkeys(loose)
+
+
+def _keep_output(tensors: ChunkTensors, block: nn.Module, args: Any, output: Any) -> None:
+    """Keep what is sent: a forward hook of a chunk's last block, where something may happen before the next."""
+    tensors.sent = output[0] if isinstance(output, tuple) else output
 
 
 def _join_routed(routed: Tensor | None, own: Sequence[Tensor] | None) -> Tensor | None:

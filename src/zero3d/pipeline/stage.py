@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zero3d.pipeline.acknowledgements import Work, work_of
 from zero3d.pipeline.actions import Action
-from zero3d.pipeline.messages import ReceiveBuffers, Sends
+from zero3d.pipeline.messages import RECEIVED, ReceiveBuffers, Sends
 from zero3d.pipeline.step import Step
 from zero3d.pipeline.waits import Waits
 
 
 class ScheduledChunk(nn.Module):
-    """A chunk as schedules call it. `micro_batch`: the number of the one to run, which its Stage sets."""
+    """A chunk as schedules call it. `micro_batch`: the number of the one to run, which its Stage sets.
+
+    came, left  integers that come and go beside what has a gradient, by micro-batch; torch's stages do not know them
+    """
 
     def __init__(self, chunk: nn.Module, step: Step, number: int) -> None:
         super().__init__()
@@ -29,9 +33,16 @@ class ScheduledChunk(nn.Module):
         self.step = step
         self.number = number
         self.micro_batch = 0
+        self.came: dict[int, Tensor] = {}
+        self.left: dict[int, Tensor] = {}
 
     def forward(self, *entering: Tensor) -> Any:
-        return self.step.forward(self.number, self.micro_batch, entering)
+        came = [self.came[self.micro_batch]] if self.micro_batch in self.came else []
+        output = self.step.forward(self.number, self.micro_batch, (*entering, *came))
+        if not isinstance(output, tuple) or output[-1].is_floating_point():
+            return output
+        *output, self.left[self.micro_batch] = output
+        return tuple(output)
 
 
 class Stage(PipelineStage):
@@ -39,6 +50,8 @@ class Stage(PipelineStage):
 
     warmup   in 1f1b, forwards before the first backward; all other messages torch sends together with a receive.
              None: torch sends every message by itself
+    facts    integers that are sent beside what has a gradient, forward alone (entry.py)
+    before   the stage before, where this rank has it
     """
 
     submod: ScheduledChunk
@@ -46,6 +59,8 @@ class Stage(PipelineStage):
     sends: Sends
     waits: Waits
     warmup: int | None = None
+    facts: int = 0
+    before: Stage | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._record("F", fwd_chunk_id)
@@ -82,6 +97,10 @@ class Stage(PipelineStage):
         """End a micro-batch's backward, of weights too: what it received is needed no more."""
         self.submod.step.done(self.stage_index)
         self._buffers.give_back(micro_batch, self.args_recv_info, self.grad_recv_info)
+        came = self.submod.came.pop(micro_batch, None)
+        if came is not None and self.before is None:
+            self.submod.step.arena.give_back(RECEIVED, came)
+        self.submod.left.pop(micro_batch, None)
         self.waits.over(self.submod.step.actions[-1])
 
     # --- what is received -----------------------------------------------------------------------
@@ -100,7 +119,22 @@ class Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._buffers.lend(self.args_recv_info, fwd_chunk_id)
-        return self._announced(Work(False, self.stage_index, fwd_chunk_id), super().get_fwd_recv_ops(fwd_chunk_id))
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
+        if self.facts and not self.is_first:
+            came = self.submod.step.arena.borrow(RECEIVED, self.facts, torch.int64)
+            self.submod.came[fwd_chunk_id] = came
+            operations.append(dist.P2POp(dist.irecv, came, self._rank_of(self.stage_index - 1), self.group))
+        return self._announced(Work(False, self.stage_index, fwd_chunk_id), operations)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        super().set_local_fwd_input(prev_stage_outputs, mb_index)
+        if self.before is not None and mb_index in self.before.submod.left:
+            self.submod.came[mb_index] = self.before.submod.left[mb_index]
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the global rank of a stage."""
+        assert self.group is not None
+        return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._buffers.lend(self.grad_recv_info, bwd_chunk_id)
@@ -119,11 +153,19 @@ class Stage(PipelineStage):
     def free(self) -> None:
         """Give back the memory of received tensors: graphs that wait for the garbage collector still hold it."""
         self._buffers.free()
+        while self.submod.came:
+            _, came = self.submod.came.popitem()
+            if self.before is None:
+                self.submod.step.arena.give_back(RECEIVED, came)
+        self.submod.left.clear()
 
     # --- what is sent ---------------------------------------------------------------------------
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        operations = self._counted("send_forward", super().get_fwd_send_ops(fwd_chunk_id))
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        if (left := self.submod.left.get(fwd_chunk_id)) is not None:
+            operations.append(dist.P2POp(dist.isend, left, self._rank_of(self.stage_index + 1), self.group))
+        operations = self._counted("send_forward", operations)
         if self.warmup is not None and fwd_chunk_id >= self.warmup:
             self.waits.sending(Work(False, self.stage_index, fwd_chunk_id))
             return operations

@@ -35,7 +35,7 @@ def _chunk_of(name: str, chain: Chain, counts: Sequence[int]) -> int:
     if name.startswith(chain.blocks + "."):
         index = int(name[len(chain.blocks) + 1 :].partition(".")[0])
         return next(chunk for chunk in range(len(counts)) if index < sum(counts[: chunk + 1]))
-    return 0 if any(name.startswith(module + ".") for module in chain.before) else len(counts) - 1
+    return 0 if chain.is_before(name) else len(counts) - 1
 
 
 def ties_and_copies(

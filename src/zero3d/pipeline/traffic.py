@@ -70,13 +70,14 @@ def _of_action(kind: str, units: ChunkUnits, there: set[str]) -> Counter[str]:
 
 
 def pipeline_traffic(
-    chunks: Sequence[int], micro_batches: int, cuts: Sequence[Sequence[tuple[int, int]]]
+    chunks: Sequence[int], micro_batches: int, cuts: Sequence[Sequence[tuple[int, int]]], facts: int = 0
 ) -> dict[tuple[str, str], Moved]:
     """Return the hidden states and gradients that a rank sends in one step, by (operation, "part NUMBER").
 
     chunks  this rank's; between neighbours on one rank nothing is sent
     cuts    tensors of one micro-batch from chunk i to chunk i+1, each as (elements, bytes of each): the hidden state,
             and router logits behind layers with routers if the loss needs them
+    facts   integers of 8 bytes that go with them, forward alone
     """
     traffic: dict[tuple[str, str], Moved] = {}
     for chunk in chunks:
@@ -85,5 +86,7 @@ def pipeline_traffic(
                 elements = sum(numel for numel, _ in cuts[cut])
                 size = sum(numel * itemsize for numel, itemsize in cuts[cut])
                 moved = len(cuts[cut]), elements, size
+                if facts and operation == "send_forward":
+                    moved = moved[0] + 1, elements + facts, size + 8 * facts
                 traffic[operation, f"part {chunk}"] = Moved(*moved).times(micro_batches)
     return traffic

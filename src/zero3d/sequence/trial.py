@@ -380,13 +380,13 @@ def _note(seen: _Seen, name: str, _: nn.Module, __: Any, made: Any) -> None:
 @contextmanager
 def _few_blocks(decoder: nn.Module, of_a_kind: int) -> Iterator[None]:
     """Leave so many blocks of each kind in the decoder, inside; others hand their hidden state on."""
-    form, kinds = {"tuple": False}, Counter[str]()
+    form, kinds = {"tuples": 0}, Counter[str]()
     config: Any = decoder.config
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     left: list[tuple[nn.Module, str, nn.Module]] = []
 
     def learn(block: nn.Module, args: Any, made: Any) -> None:
-        form["tuple"] = isinstance(made, tuple)
+        form["tuples"] = len(made) if isinstance(made, tuple) else 0
 
     hook: Any = None
     for index, (name, block) in enumerate(find_blocks(decoder).items()):

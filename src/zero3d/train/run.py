@@ -357,6 +357,8 @@ def _vocabulary(inputs: Inputs) -> str:
 
 
 def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
+    tokenizer = inputs.data.tokenizer
+    pad = 0 if tokenizer is None else tokenizer.pad
     return BatchStream(
         inputs.data.train,
         inputs.batch,
@@ -366,6 +368,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
         workers=config.data.workers,
         dealt=engine.policy.exact and engine.policy.often,
         grouped=Grouping(config.data.group_by_length, config.data.group_by_modality),
+        alike=pad if engine.mesh.pp > 1 else None,  # a pipeline's schedule is made for one shape
     )
 
 

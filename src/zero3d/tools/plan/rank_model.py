@@ -98,7 +98,7 @@ def _chunks(model: ModelSpec, count: int) -> list[list[Part]]:
     blocks = model.blocks
     before, after = ([p for p in model.parts if p.kind == kind] for kind in ("embedding", "head"))
     weights = [Weights(_numel([block]), block.active) for block in blocks]
-    costs = chain_costs(_numel(before), weights, _numel(after), TOKENS, model.hidden, model.vocab)
+    costs = chain_costs(_numel(before), weights, _numel(after), TOKENS, model.hidden, model.vocab, model.tower)
     parts, start = [], 0
     for length in cut(costs.blocks, count, costs.before, costs.after):
         parts.append(list(blocks[start : start + length]))

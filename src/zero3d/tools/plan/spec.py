@@ -22,6 +22,7 @@ from typing import Any
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
+from zero3d.pipeline.balance import BLIND, Tower
 from zero3d.pipeline.schedules import DEFAULT
 from zero3d.spec.dtypes import BF16, BY_NAME, Dtype
 from zero3d.spec.mesh import Mesh
@@ -210,6 +211,7 @@ class ModelSpec:
     chain   pipelines can cut it
     mixing  kinds of layers that mix the tokens of a sequence outside of attention: sp cannot cut it
     tiles   its loss can be computed in tiles (train.tiled_loss)
+    tower   what turns images into tokens, which the cut of a pipeline counts
     """
 
     name: str
@@ -226,6 +228,7 @@ class ModelSpec:
     chain: bool = True
     mixing: str | None = None
     tiles: bool = True
+    tower: Tower = BLIND
 
     def __hash__(self) -> int:
         """Return the hash, computed once: plans by the thousand are priced for one model."""

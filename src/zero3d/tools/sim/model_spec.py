@@ -26,7 +26,8 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import config_number, decoder_of, sees_images
 from zero3d.models.quantised_folders import stored_format
 from zero3d.models.trained import open_trained
-from zero3d.pipeline.split import active_weights
+from zero3d.pipeline.balance import BLIND
+from zero3d.pipeline.split import active_weights, tower_of
 from zero3d.sequence.trial import mixing_layers
 from zero3d.shards.cuts import Cut
 from zero3d.tools.plan.search import LONG
@@ -106,6 +107,7 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
         chain=part_names.chain,
         mixing=None if (decoder := decoder_of(model)) is None else mixing_layers(decoder),
         tiles=tiles_refused(model) is None,
+        tower=tower_of(model, part_names.before) if part_names.chain else BLIND,
     )
 
 

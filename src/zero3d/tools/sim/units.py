@@ -24,12 +24,13 @@ from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.bases import language_model
 from zero3d.models.blocks import find_blocks, find_owners, find_units
-from zero3d.models.chain import block_lists, find_chain
+from zero3d.models.chain import block_lists
 from zero3d.models.packing import inner_model
 from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.quantised_experts import stacks_of
 from zero3d.optim.find import find_matrices
 from zero3d.optim.matrices import Form
+from zero3d.pipeline.split import chain_of
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.parallelize import read_styles
@@ -61,20 +62,20 @@ class PartNames:
         for index, block in enumerate(self.blocks):
             if name.startswith(block + "."):
                 return index + 1
-        inside = any(name.startswith(module + ".") for module in self.before)
+        inside = name in self.before or any(name.startswith(module + ".") for module in self.before)
         return 0 if inside else len(self.blocks) + 1
 
 
 def find_part_names(model: nn.Module, blocks: str | None = None) -> PartNames:
     """Find the parts of a model, with this list of blocks. Raises ConfigError for one without blocks."""
     try:
-        if len(block_lists(model, blocks)) > 1:  # no chain without a name; find_chain would run each for its message
+        if len(block_lists(model, blocks)) > 1:  # no chain without a name; chain_of would run each for its message
             return _longest_list(model)
-        chain = find_chain(model, blocks)
+        chain, _ = chain_of(model, blocks)
     except ConfigError:
         return _longest_list(model)
     names = [f"{chain.blocks}.{key}" for key, _ in model.get_submodule(chain.blocks).named_children()]
-    return PartNames(tuple(names), chain.before, True)
+    return PartNames(tuple(names), (*chain.before, *chain.loose), True)
 
 
 def _longest_list(model: nn.Module) -> PartNames:

@@ -33,7 +33,6 @@ from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.adapters import ALL, all_linear, default_targets
 from zero3d.models.bases import has_tower, layer_numbers, sees_images
 from zero3d.models.blocks import find_blocks
-from zero3d.models.chain import find_chain
 from zero3d.models.codecs import CODECS
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.packing import check_packing, inner_model
@@ -42,6 +41,7 @@ from zero3d.models.places import CONFIG, config_json
 from zero3d.models.quantised import find_layers
 from zero3d.models.quantised_experts import pack_stacks
 from zero3d.models.quantised_folders import SETTINGS, check_method, stored_format
+from zero3d.pipeline.split import chain_of
 from zero3d.sequence.group import check_sequence
 from zero3d.spec.formats import FORMATS, NF4
 from zero3d.tensor_parallel.parallelize import parallelize, read_styles
@@ -130,7 +130,7 @@ def _fused(model: nn.Module) -> Row:
 
 
 def _pp(model: nn.Module) -> Row:
-    chain = find_chain(model)
+    chain, _ = chain_of(model, None)
     return Row("pp", True, f"up to {chain.length} stages of {chain.blocks}")
 
 

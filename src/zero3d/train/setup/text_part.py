@@ -21,12 +21,12 @@ from zero3d.config.sections import TEXT, WHOLE
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.models.chain import find_chain
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.open import open_bare
 from zero3d.models.packing import check_packing
 from zero3d.models.places import is_called
 from zero3d.models.trained import as_trained
+from zero3d.pipeline.split import chain_of
 from zero3d.sequence.group import check_sequence
 from zero3d.tensor_parallel.parallelize import parallelize
 
@@ -61,7 +61,7 @@ def _checks(config: Config) -> Iterator[Check]:
     mesh = config.mesh
     tp = mesh.tp or 1
     if (mesh.pp or 1) > 1:
-        yield lambda model: find_chain(model, mesh.blocks)
+        yield lambda model: chain_of(model, mesh.blocks)
     if (sp := mesh.sp or 1) > 1:
         yield lambda model: check_sequence(model, sp, tp, mesh.sp_kind)
     if tp > 1:
