@@ -9,7 +9,7 @@ import pytest
 import torch
 from corpora import opened, stream, write_lines
 
-from zero3d.data.batches import BatchStream, Portions, steps_of, validation_batches
+from zero3d.data.batches import BatchStream, Grouping, Portions, steps_of, validation_batches
 from zero3d.data.sequences import padded_alike
 from zero3d.errors import DataError
 
@@ -172,7 +172,7 @@ def test_a_stream_pads_the_micro_batches_of_a_step_alike_where_it_is_told_to(tmp
     texts = [{"text": "a" * length} for length in (3, 9, 4, 12, 5, 7, 10, 6)]
     sequences = opened(tmp_path, write_lines(tmp_path / "texts.jsonl", texts), packing=False, length=16).train
     portions = Portions(4, 2, 2, 1)
-    each, alike = BatchStream(sequences, portions), BatchStream(sequences, portions, alike=0)
+    each, alike = BatchStream(sequences, portions), BatchStream(sequences, portions, grouped=Grouping(alike=0))
     steps = [[batch["input_ids"].shape[1] for batch in step] for step in islice(each, 2)]
     assert any(len(set(lengths)) > 1 for lengths in steps)
     assert [[batch["input_ids"].shape[1] for batch in step] for step in islice(alike, 2)] == [

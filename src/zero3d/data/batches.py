@@ -56,10 +56,14 @@ EARLIER = (
 
 
 class Grouping(NamedTuple):
-    """What the sequences of a batch have in common: a similar length; images all or none."""
+    """What the sequences of a batch have in common: a similar length; images all or none.
+
+    alike  the token with which micro-batches of a step are padded to one length; None: each has its own
+    """
 
     length: bool = False
     modality: bool = False
+    alike: int | None = None
 
 
 NOT_GROUPED = Grouping()
@@ -73,7 +77,6 @@ class BatchStream:
     `grouped`: what the sequences of a batch have in common.
     `pictured`: of the step handed out last, for each number of a micro-batch whether any rank's has an image; None
     where only samples that are read tell.
-    `alike`: the token with which micro-batches of a step are padded to one length; None: each has its own.
     """
 
     def __init__(
@@ -87,7 +90,6 @@ class BatchStream:
         workers: int = 0,
         dealt: bool = False,
         grouped: Grouping = NOT_GROUPED,
-        alike: int | None = None,
     ) -> None:
         if not len(sequences):
             raise DataError("there is no sequence to train on: every document was too short or without a target.")
@@ -95,7 +97,7 @@ class BatchStream:
         self.portions = portions
         self._rank = rank
         self._workers = workers
-        self._dealt, self._alike = dealt, alike
+        self._dealt, self._alike = dealt, grouped.alike
         self._order: Stream = sequences.order(seed, shuffle)
         self._drawn: dict[str, int | str] = {"seed": seed, "shuffle": shuffle}
         if grouped.length:

@@ -132,7 +132,8 @@ class Crossing:
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Forget the micro-batch before; this one is given `batch` beside its token ids."""
-        self._values, self._own, self._batch = {}, frozenset(), list(tensors_in(batch))
+        self.forget()
+        self._batch = list(tensors_in(batch))
 
     def _record(self, decoder: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         for number, leaf in enumerate(self.entry.leaves):
@@ -253,7 +254,8 @@ class Crossing:
 
     def forget(self) -> None:
         """Let go of a micro-batch."""
-        self._values, self._own, self._batch = {}, frozenset(), ()
+        self._values, self._own = {}, frozenset()
+        self._batch = ()
 
 
 class SentModule(Placeholder):

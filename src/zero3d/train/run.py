@@ -367,8 +367,11 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
         shuffle=config.data.shuffle,
         workers=config.data.workers,
         dealt=engine.policy.exact and engine.policy.often,
-        grouped=Grouping(config.data.group_by_length, config.data.group_by_modality),
-        alike=pad if engine.mesh.pp > 1 else None,  # a pipeline's schedule is made for one shape
+        grouped=Grouping(
+            config.data.group_by_length,
+            config.data.group_by_modality,
+            alike=pad if engine.mesh.pp > 1 else None,  # a pipeline's schedule is made for one shape
+        ),
     )
 
 
