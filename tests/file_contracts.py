@@ -56,6 +56,7 @@ EXCUSED = {
     "output": "each case of these has one of its own",
     "data.images": "vision-language models: a place in other data is refused (test_resume_guards.py)",
     "data.group_by_modality": "the same",
+    "data.patches": "the same",
     "model.linear": "fp8: refused on CPUs (unit/test_fp8.py)",
     "model.part": "a folder of a type with towers: parity/test_parts.py",
     "train.compile": "takes a minute; an engine's is changed in test_resume_contract.py",

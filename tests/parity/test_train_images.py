@@ -62,7 +62,7 @@ def test_a_pipeline_takes_micro_batches_of_unlike_lengths_with_images_and_withou
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_adapters_beside_a_projector_with_a_rate_of_its_own_learn_from_images(ranks, folder, world):
     made = run(
-        folder, f"lora-{world}", lora={"rank": 4, "train_also": ["multi_modal_projector"]},
+        folder, f"lora-{world}", data={"packing": True}, lora={"rank": 4, "train_also": ["multi_modal_projector"]},
         optimizer={"lr": 1e-2, "groups": [{"match": "multi_modal_projector", "lr": 1e-3}]},
     )  # fmt: skip
     records = ranks(world, train, made)[0]
@@ -71,7 +71,6 @@ def test_adapters_beside_a_projector_with_a_rate_of_its_own_learn_from_images(ra
 
 
 @pytest.mark.parametrize(("sections", "why"), [
-    ({"data": {"packing": True}}, "sequences with images are not packed: set data.packing=false"),
     ({"data": {"images": "nowhere"}}, "does not exist: set data.images to the folder of the images"),
 ])  # fmt: skip
 def test_what_images_cannot_be_trained_with_is_one_line(ranks, folder, sections, why):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from corpora import opened, stream, write_lines
 
-from zero3d.data.packing import Documents, best_fit, count_targets, hold_out, plan
+from zero3d.data.packing import Documents, best_fit, best_fit_in_two, count_targets, hold_out, plan
 from zero3d.errors import ConfigError
 
 
@@ -89,6 +89,32 @@ def test_examples_stay_whole_and_fill_as_few_sequences_as_the_written_out_loop(s
     assert sorted(order.tolist()) == list(range(300))
     assert numpy.add.reduceat(sizes[order], pointers[:-1]).max() <= length
     assert len(pointers) - 1 == written_out_best_fit(sizes.tolist(), length)
+
+
+def written_out_in_two(sizes, length, patches, most):
+    """The bins of best fit in two, item by item: [(room for tokens, room for patches, items)]."""
+    bins = []
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], -patches[item])):
+        fits = [each for each in bins if each[0] >= sizes[item] and each[1] >= patches[item]]
+        if not fits:
+            bins.append([length, most, []])
+            fits = bins[-1:]
+        chosen = min(fits, key=lambda each: (each[0], -each[1]))
+        chosen[0], chosen[1] = chosen[0] - sizes[item], chosen[1] - patches[item]
+        chosen[2].append(item)
+    return sorted(sorted(items) for _, _, items in bins)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_fit_in_two_has_room_for_tokens_and_patches_and_chooses_as_written_out(seed):
+    draw = numpy.random.default_rng(seed)
+    length, most = (int(number) for number in draw.integers(1, 40, 2))
+    sizes, patches = (draw.integers(low, high + 1, 40) for low, high in ((1, length), (0, most)))
+    order, pointers = best_fit_in_two(sizes, length, patches, most)
+    bins = [order[start:stop].tolist() for start, stop in pairwise(pointers)]
+    assert all(sizes[each].sum() <= length and patches[each].sum() <= most for each in bins)
+    assert sorted(sorted(each) for each in bins) == written_out_in_two(sizes.tolist(), length, patches.tolist(), most)
+    assert [each[0] for each in bins] == sorted(each[0] for each in bins)
 
 
 def test_items_of_one_size_are_placed_together_in_their_order():

@@ -7,7 +7,7 @@ import vision
 from zero3d.models import packing_images
 from zero3d.models.document_masks import DocumentMasks
 from zero3d.models.document_positions import DocumentPositions
-from zero3d.models.packing import given_in_training
+from zero3d.models.packing import as_row, given_in_training
 from zero3d.models.packing_images import image_packing
 
 PACKED = [name for name in vision.EVERY if name != "qwen3_5"]
@@ -41,8 +41,9 @@ def row_of(model, documents):
     places = []
     for each in documents:
         ids = each["input_ids"][0]
-        given = {key: value[0] if key in KINDS else value for key, value in each.items() if key != "input_ids"}
-        places.append(torch.arange(len(ids)) if positions is None else positions(ids, given))
+        kinds = {key: each[key][0] for key in KINDS if key in each}
+        images = {key: value for key, value in each.items() if key not in (*KINDS, "input_ids")}
+        places.append(torch.arange(len(ids)) if positions is None else positions(ids, kinds, images))
     row = {"position_ids": torch.cat(places, -1).unsqueeze(-2)}
     for key in documents[0]:
         by_token = key in (*KINDS, "input_ids")
@@ -76,6 +77,19 @@ def test_packed_documents_with_images_are_what_they_are_alone(name):
     other = documents[0] | {"pixel_values": document(name, 9, 0, 4)["pixel_values"]}
     moved = logits(row_of(model, [other, *documents[1:]])).split(lengths)
     assert [made.equal(before) for made, before in zip(moved, packed, strict=True)] == [False, True, True]
+
+
+def test_a_micro_batch_for_kernels_without_masks_is_one_row_of_tokens_and_leaves_images_as_they_are():
+    positions = torch.tensor([[[0, 1, 2, 0], [0, 1, 0, 1]]] + [[[0, 1, 1, 0], [0, 0, 0, 0]]] * 3)
+    images = {"pixel_values": torch.randn(3, 3, 4, 4), "image_grid_thw": torch.tensor([[1, 2, 2]] * 3)}
+    kinds = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
+    row = as_row(
+        {"input_ids": kinds, "mm_token_type_ids": kinds, "position_ids": positions} | images, {"max_length_q": 4}
+    )
+    assert row["position_ids"].shape == (4, 1, 8)
+    assert row["mm_token_type_ids"].equal(kinds.reshape(1, 8))
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 8]
+    assert all(row[name].equal(value) for name, value in images.items())
 
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("paligemma", marks=pytest.mark.long)])

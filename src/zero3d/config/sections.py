@@ -162,8 +162,16 @@ class Data:
     )
     group_by_modality: bool = key(
         True,
-        "with images: the sequences of a step all have images, or none has, except for the last steps of an epoch",
+        "with images: the sequences of a step all have images, or none has, except for the last steps of an epoch; "
+        "packed ones are of documents of one kind",
         bits=FACTS["data"],
+    )
+    patches: int | None = key(
+        None,
+        "with images: most patches in a micro-batch, or tiles where the processor makes those; each sequence has at "
+        "most its equal share",
+        bits=FACTS["data"],
+        least=1,
     )
     group_by_length: bool = key(
         False,

@@ -41,11 +41,14 @@ TYPED = {
     "grouped": "data.group_by_length and train.batch",
     "by modality": "data.group_by_modality and train.batch",
     "processor": "model.path, whose processor it is",
+    "apart": "data.group_by_modality",
+    "patches": "data.patches and train.micro_batch",
 }
 ABSENT: Mapping[str, int | str] = {
     "weights": "none",
     "grouped": 0,
     "by modality": 0,
+    "patches": 0,
 }  # what checkpoints mean that do not say
 DATA = "data.train, data.validation and tokenizer"
 EARLIER = (

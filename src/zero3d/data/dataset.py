@@ -68,17 +68,25 @@ def open_data(
     verify: bool = True,
     vision: Vision | None = None,
     how: Tokenizing = QUIETLY,
+    micro_batch: int = 1,
 ) -> DataSet:
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
     Call it on one rank of each machine first and then on the others, which find the cache and need not `verify` it
     once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. `vision` is
-    the processor of a model that takes images; `how` says who hears of tokenizing. Raises DataError
-    and ConfigError.
+    the processor of a model that takes images; `how` says who hears of tokenizing. A micro-batch of `micro_batch`
+    sequences has at most data.patches patches. Raises DataError and ConfigError.
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
-    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, vision, replace(how, processes=data.processes))
+    patches = None if data.patches is None else data.patches // micro_batch
+    if patches == 0:
+        raise ConfigError(
+            f"data.patches={data.patches} / train.micro_batch={micro_batch} leaves a sequence no patch: type "
+            f"data.patches={micro_batch} at least, or a smaller micro-batch."
+        )
+    how = replace(how, processes=data.processes)
+    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, vision, how, patches)
     fraction = 0.0 if isinstance(data.validation, tuple) else data.validation
     sources = [opener.open(part, fraction) for part in parts_of(data.train, data.format)]
     trained = [source for source in sources if source.part.weight != 0]
@@ -130,6 +138,7 @@ class _Opener:
     verify: bool
     vision: Vision | None
     how: Tokenizing
+    patches: int | None
 
     def open(self, part: Part, fraction: float = 0.0) -> _Source:
         """Open a part, with a fraction of it held out."""
@@ -157,6 +166,11 @@ class _Opener:
         """Take items by index, of a function or of files; the first and the last are looked at."""
         if self.data.packing:
             raise ConfigError(f"data.train={own.name} gives items one by one, each a sequence: set data.packing=false.")
+        if self.data.patches is not None:
+            raise ConfigError(
+                f"data.train={own.name} gives items one by one, and how many patches an image has is not known before: "
+                "leave data.patches out."
+            )
         images, every = self._images(part, files=False), numpy.arange(own.count)
         documents, end, notes = _divide(Documents(every, every + 1, numpy.ones(own.count, bool)), fraction)
         whole, held_out = (
@@ -205,8 +219,9 @@ class _Opener:
         if images is None:
             sequences = Sequences(store, documents, data.length, data.packing, pad, self.multiple)
         else:
-            source = ImageSource(images.folder, images.vision, data.skip_bad_lines)
-            sequences = ImageSequences(store, documents, data.length, pad, self.multiple, source)
+            skip, apart = data.skip_bad_lines, data.group_by_modality
+            source = ImageSource(images.folder, images.vision, skip, apart, self.patches)
+            sequences = ImageSequences(store, documents, data.length, data.packing, pad, self.multiple, source)
         if not len(sequences):
             raise DataError(
                 f"nothing to learn: {sequences.documents:,} documents make no sequence with a target "

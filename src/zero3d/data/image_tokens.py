@@ -57,7 +57,7 @@ class ImageTokens:
                 f"{wanted:,} of them: write that token in no text, for features of images replace it"
             )
         end = len(ids) - ids[::-1].index(self.vision.image) if images else 0
-        return tokens, Pictures(tuple(images), tuple(sizes), end)
+        return tokens, Pictures(tuple(images), tuple(sizes), end, self.vision.patches(sizes))
 
     def unused(self, messages: Messages, options: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of keys at which neither the template looks nor we do."""

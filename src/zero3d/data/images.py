@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +28,11 @@ from torch import Tensor
 
 from zero3d.data.borders import Span
 from zero3d.data.image_files import BadImage
-from zero3d.data.image_rules import Outputs, Rules, find_rules
+from zero3d.data.image_rules import Outputs, Rule, Rules, find_rules
 from zero3d.data.tokenizers import is_panic
 from zero3d.errors import ConfigError
 from zero3d.models.document_masks import TOLD_APART
+from zero3d.models.document_positions import DocumentPositions
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -59,24 +61,32 @@ class _Found(NamedTuple):
 class Vision:
     """The processor of a model's folder. Pickling carries the path and what was found: a worker opens it again.
 
-    takes   names of what the model's forward takes
+    takes      names of what the model's forward takes
+    positions  makes those of a document of a packed row [4, tokens]; None where they are its places
     Raises ConfigError for a folder without one, or with one that cannot be used.
     """
 
-    def __init__(self, folder: Path, takes: frozenset[str], found: _Found | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        takes: frozenset[str],
+        positions: DocumentPositions | None = None,
+        found: _Found | None = None,
+    ) -> None:
         self.folder, self.takes = folder, takes
+        self.positions = positions
         self._processor = open_processor(folder)
         self.tokenizer = self._processor.tokenizer
         self._options = self._processor._merge_kwargs(
             self._processor.valid_processor_kwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs
         )["images_kwargs"] | {"return_tensors": "pt"}
         self.mark_text = _mark(self._processor, folder)
-        self._expansions: dict[Size, str] = {}
+        self._expansions: dict[Size, tuple[str, int]] = {}
         self._found = self._find() if found is None else found
         self.image_text = str(self.tokenizer.convert_ids_to_tokens(self.image))
 
-    def __reduce__(self) -> tuple[type[Vision], tuple[Path, frozenset[str], _Found]]:
-        return Vision, (self.folder, self.takes, self._found)
+    def __reduce__(self) -> tuple[type[Vision], tuple[Path, frozenset[str], DocumentPositions | None, _Found]]:
+        return Vision, (self.folder, self.takes, self.positions, self._found)
 
     @property
     def image(self) -> int:
@@ -127,17 +137,25 @@ class Vision:
         """Return how many tokens the images of a document have that features replace."""
         return sum(expansion.count(self.image_text) for expansion in self._expanded(sizes))
 
+    def patches(self, sizes: Sequence[Size]) -> int:
+        """Return how many patches the processor makes of a document's images, or tiles where it makes those."""
+        return sum(self._of(size)[1] for size in sizes)
+
     def _expanded(self, sizes: Sequence[Size]) -> list[str]:
         """Return what stands for each image of a document."""
         if not self._found.apart and len(sizes) > 1:
-            texts = self._call([[_blank(size) for size in sizes]])[1]
+            texts = self._call([[white(size) for size in sizes]])[1]
             if len(texts) != len(sizes):
                 raise ValueError(f"{type(self._processor).__name__} takes one image a conversation, not {len(sizes)}")
             return texts
-        for size in sizes:
-            if size not in self._expansions:
-                self._expansions[size] = self._call([[_blank(size)]])[1][0]
-        return [self._expansions[size] for size in sizes]
+        return [self._of(size)[0] for size in sizes]
+
+    def _of(self, size: Size) -> tuple[str, int]:
+        """Return what stands for an image of this size by itself, and its patches; asked about once."""
+        if size not in self._expansions:
+            made, texts = self._call([[white(size)]])
+            self._expansions[size] = texts[0], _patches(made["pixel_values"].shape, self.rules.of["pixel_values"])
+        return self._expansions[size]
 
     def outputs(self, images: Sequence[Any]) -> Outputs:
         """Return what the processor makes of a document's decoded images. Raises BadImage where it raises an error."""
@@ -153,7 +171,7 @@ class Vision:
         """Return what the model takes of a white image, the smallest that its processor takes. Raises BadImage."""
         for side in SIDES:
             try:
-                return self.pixels([self.outputs([_blank((side, side))])])
+                return self.pixels([self.outputs([white((side, side))])])
             except BadImage as error:
                 raised = error
         raise raised
@@ -256,7 +274,18 @@ def _tensor(value: Any) -> Any:
     return torch.tensor(value) if numbers else value
 
 
-def _blank(size: Size) -> Any:
+def _patches(shape: Sequence[int], rule: Rule) -> int:
+    """Return how many patches pixel_values of this shape have, or tiles.
+
+    As another output counts them; else of [.., patches, numbers] or [.., tiles, channels, height, width].
+    """
+    if rule.counts is not None:
+        return int(shape[rule.dim] / rule.per)
+    return prod(shape[:-1] if len(shape) <= 3 else shape[:-3])
+
+
+def white(size: Size) -> Any:
+    """Return a white image."""
     from PIL import Image
 
     return Image.new("RGB", size, "white")

@@ -5,6 +5,7 @@ image_starts   int64 [images + 1]   where each name starts
 image_sizes    int32 [images, 2]    width and height, as they were when tokens were made
 image_counts   int64 [documents + 1]  images before each document
 image_ends     int64 [documents]    tokens of a document up to its last image's last
+image_patches  int64 [documents]    patches that the processor makes of a document's images, or tiles
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ import numpy
 from numpy.typing import NDArray
 
 Size = tuple[int, int]
-FILES = {"image_starts": "int64", "image_sizes": "int32", "image_counts": "int64", "image_ends": "int64"}
+FILES = {
+    "image_starts": "int64", "image_sizes": "int32", "image_counts": "int64", "image_ends": "int64",
+    "image_patches": "int64",
+}  # fmt: skip
 
 
 class Pictures(NamedTuple):
     """The images of one document. end: its tokens up to the last one's last.
 
-    names  of files where the document is kept; else images in any form (image_files.py)
+    names    of files where the document is kept; else images in any form (image_files.py)
+    patches  that the processor makes of all, or tiles
     """
 
     names: tuple[Any, ...] = ()
     sizes: tuple[Size, ...] = ()
     end: int = 0
+    patches: int = 0
 
 
 class ImageWriter:
@@ -50,15 +56,20 @@ class ImageWriter:
         self._images += len(pictures.names)
         self._write("image_counts", self._images)
         self._write("image_ends", pictures.end)
+        self._write("image_patches", pictures.patches)
 
     def _write(self, name: str, *values: int) -> None:
         self._files[name].write(numpy.asarray(values, FILES[name]).tobytes())
 
 
 class KeptImages:
-    """The images of a store's documents. Raises OSError and ValueError for a folder that has none."""
+    """The images of a store's documents. Pickling carries the path: a worker maps them again.
+
+    Raises OSError and ValueError for a folder that has none.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         read: dict[str, NDArray[Any]] = {
             name: numpy.memmap(folder / name, kind, "r")
             for name, kind in FILES.items()
@@ -66,10 +77,13 @@ class KeptImages:
         }
         self._starts = read["image_starts"]
         self._counts = read["image_counts"]
-        self.ends = read["image_ends"]
+        self.ends, self.patches = read["image_ends"], read["image_patches"]
         self._sizes = read.get("image_sizes", numpy.zeros(0, "int32")).reshape(-1, 2)
         names = folder / "image_names"
         self._names: Any = numpy.memmap(names, "uint8", "r") if names.stat().st_size else numpy.zeros(0, "uint8")
+
+    def __reduce__(self) -> tuple[type[KeptImages], tuple[Path]]:
+        return KeptImages, (self._folder,)
 
     @property
     def has(self) -> NDArray[numpy.bool_]:
@@ -81,7 +95,7 @@ class KeptImages:
         first, last = (int(count) for count in self._counts[document : document + 2])
         names = [bytes(self._names[self._starts[i] : self._starts[i + 1]]).decode() for i in range(first, last)]
         sizes = [(int(width), int(height)) for width, height in self._sizes[first:last]]
-        return Pictures(tuple(names), tuple(sizes), int(self.ends[document]))
+        return Pictures(tuple(names), tuple(sizes), int(self.ends[document]), int(self.patches[document]))
 
 
 def too_long(kept: KeptImages, documents: Sequence[int], length: int) -> NDArray[numpy.bool_]:

@@ -6,6 +6,7 @@
                       longer ones are truncated
     texts, best fit   the same, longer ones are cut
     not packed        one document, or piece of one, per sequence
+    with a budget     of patches of images beside the tokens: the fullest sequence that has room for both
 
 A span is tokens of one document that see only each other. It starts without its past, so its first
 token is no target; sequences in which nothing is left to learn are dropped (their loss would be 0/0).
@@ -14,6 +15,8 @@ token is no target; sequences in which nothing is left to learn are dropped (the
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy
@@ -75,8 +78,24 @@ def _hold_out_end(documents: Documents, fraction: float) -> tuple[Documents, Doc
     return Documents(starts, cut, examples), Documents(cut, stops, examples), note
 
 
-def plan(documents: Documents, length: int, packing: bool | str, targets: NDArray[numpy.uint8] | None) -> Plan:
-    """Return the table of spans. `targets` marks what is learnt, None if all is. packing: also BEST_FIT."""
+class Budget(NamedTuple):
+    """Limits patches of images in a sequence to `most`. of: those of spans that begin at these tokens."""
+
+    of: Callable[[Ints], Ints]
+    most: int
+
+
+def plan(
+    documents: Documents,
+    length: int,
+    packing: bool | str,
+    targets: NDArray[numpy.uint8] | None,
+    budget: Budget | None = None,
+) -> Plan:
+    """Return the table of spans. `targets` marks what is learnt, None if all is. packing: also BEST_FIT.
+
+    budget  of patches, which no document exceeds
+    """
     if packing and packing != BEST_FIT and not documents.examples.any():
         return _stream(documents, length)
     spans, truncated = _pieces(documents, length)
@@ -85,8 +104,24 @@ def plan(documents: Documents, length: int, packing: bool | str, targets: NDArra
     spans = spans[kept]
     if not packing:
         return Plan(spans, numpy.arange(len(spans) + 1), truncated, dropped)
-    order, pointers = best_fit(spans[:, 1] - spans[:, 0], length)
+    sizes = spans[:, 1] - spans[:, 0]
+    if budget is None:
+        order, pointers = best_fit(sizes, length)
+    else:
+        order, pointers = best_fit_in_two(sizes, length, budget.of(spans[:, 0]), budget.most)
     return Plan(spans[order], pointers, truncated, dropped)
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Return the sequences of several plans, one plan's after another's."""
+    ends = numpy.cumsum([0, *(len(each.spans) for each in plans)])
+    pointers = [each.pointers[:-1] + end for each, end in zip(plans, ends[:-1], strict=True)]
+    return Plan(
+        numpy.concatenate([each.spans for each in plans]),
+        numpy.concatenate([*pointers, ends[-1:]]),
+        sum(each.truncated for each in plans),
+        sum(each.dropped for each in plans),
+    )
 
 
 def _stream(documents: Documents, length: int) -> Plan:
@@ -173,6 +208,54 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
                     rooms.setdefault(rest, []).append(some)
             items = items[placed:]
     return _in_order(bin_of, bins)
+
+
+def best_fit_in_two(sizes: Ints, length: int, patches: Ints, most: int) -> tuple[Ints, Ints]:
+    """Pack items of 1..length tokens and 0..most patches into bins that have room for both, as `best_fit` does.
+
+    Longest first, those with more patches before others; each into the bin with the least room for tokens that has
+    room, of several into the one with the most room for patches. A tree over rooms for tokens knows the most room for
+    patches below each node, so an item takes steps in the number of the logarithm of `length`.
+    """
+    bin_of, leaves = numpy.empty(len(sizes), numpy.int64), 1 << length.bit_length()
+    highest = [-1] * (2 * leaves)  # room for patches, by node; -1: no bin
+    bins: list[list[tuple[int, int]]] = [[] for _ in range(leaves)]  # heaps of (-room for patches, bin)
+    made = 0
+
+    def note(room: int) -> None:
+        node = leaves + room
+        highest[node] = -bins[room][0][0] if bins[room] else -1
+        while node := node // 2:
+            highest[node] = max(highest[2 * node], highest[2 * node + 1])
+
+    for item in numpy.lexsort((-patches, -sizes)).tolist():
+        size, wanted = int(sizes[item]), int(patches[item])
+        room = _least_room(highest, leaves, size, wanted)
+        if room is None:
+            room, left, chosen = length, most, made
+            made += 1
+        else:
+            negative, chosen = heappop(bins[room])
+            left = -negative
+            note(room)
+        bin_of[item] = chosen
+        heappush(bins[room - size], (wanted - left, chosen))
+        note(room - size)
+    return _in_order(bin_of, made)
+
+
+def _least_room(highest: Sequence[int], leaves: int, size: int, wanted: int) -> int | None:
+    """Return the least room for tokens, of `size` at least, of a bin with `wanted` room for patches."""
+    node = leaves + size
+    while highest[node] < wanted:
+        while node % 2:  # a right child: nothing beside it
+            node //= 2
+        if node == 0:
+            return None
+        node += 1
+    while node < leaves:
+        node = 2 * node if highest[2 * node] >= wanted else 2 * node + 1
+    return node - leaves
 
 
 def _in_order(bin_of: Ints, bins: int) -> tuple[Ints, Ints]:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from zero3d.data.orders import Order, Stream
-from zero3d.data.packing import Documents, Ints, count_targets, plan
+from zero3d.data.packing import Documents, Ints, Plan, count_targets, plan
 from zero3d.data.store import TokenStore
 
 IGNORED = -100
-Sample = dict[str, Tensor]  # int64 [tokens] each
-Batch = dict[str, Tensor]  # int64 [micro_batch, tokens] each
+Sample = dict[str, Tensor]  # int64 [tokens] each; position_ids of M-RoPE models [4, tokens]
+Batch = dict[str, Tensor]  # int64 [micro_batch, tokens] each; such positions [4, micro_batch, tokens]
 
 
 class Samples(Protocol):
@@ -82,10 +82,14 @@ class Sequences:
         self.documents = len(documents.starts)
         self._store = store
         self._pad = pad
-        table = plan(documents, length, packing, store.targets)
+        table = self._planned(documents)
         self._spans, self._pointers = table.spans, table.pointers
         self.truncated = table.truncated
         self.dropped = table.dropped
+
+    def _planned(self, documents: Documents) -> Plan:
+        """Return which spans of documents make which sequence."""
+        return plan(documents, self.length, self.packing, self._store.targets)
 
     def __len__(self) -> int:
         return len(self._pointers) - 1
@@ -122,7 +126,7 @@ class Sequences:
 
         Index len(self) is a sequence of padding, which has no target.
         """
-        spans = self._spans[self._pointers[index] : self._pointers[index + 1]] if index < len(self) else ()
+        spans = self._spans_of(index)
         used = sum(int(stop - start) for start, stop in spans)
         size = self.length if self.packing else max(used, 1)
         ids = numpy.full(size, self._pad, numpy.int64)
@@ -141,21 +145,30 @@ class Sequences:
         sample = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         return sample | {"position_ids": torch.from_numpy(positions)} if self.packing else sample
 
+    def _spans_of(self, index: int) -> Ints:
+        """Return the spans [spans, 2] of a sequence; none of one of padding."""
+        if index == len(self):
+            return numpy.zeros((0, 2), numpy.int64)
+        return self._spans[self._pointers[index] : self._pointers[index + 1]]
+
     def stack(self, samples: Listed[Sample]) -> Batch:
         """Stack samples to a micro-batch, padded on the right to the longest one and to a multiple of `multiple`."""
         return stack(samples, self._pad, self._multiple)
 
 
 def stack(samples: Listed[Sample], pad: int, multiple: int) -> Batch:
-    """Stack samples, padded on the right with `pad` to the longest one and to a multiple of `multiple` tokens."""
+    """Stack samples, padded on the right with `pad` to the longest one and to a multiple of `multiple` tokens.
+
+    Of entries [.., tokens] the micro-batch's rows are the last dimension but one.
+    """
     longest = max(len(sample["input_ids"]) for sample in samples)
     longest += -longest % multiple
     fill = {"input_ids": pad, "labels": IGNORED}  # else 0
 
     def row(values: Tensor, name: str) -> Tensor:
-        return torch.nn.functional.pad(values, (0, longest - len(values)), value=fill.get(name, 0))
+        return torch.nn.functional.pad(values, (0, longest - values.shape[-1]), value=fill.get(name, 0))
 
-    return {name: torch.stack([row(sample[name], name) for sample in samples]) for name in samples[0]}
+    return {name: torch.stack([row(sample[name], name) for sample in samples], -2) for name in samples[0]}
 
 
 def padded_alike(batches: Listed[Batch], pad: int) -> list[Batch]:

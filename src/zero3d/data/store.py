@@ -44,6 +44,7 @@ from zero3d.stores.cache import DEFAULT
 
 VERSION = 4
 UPRIGHT = "upright"  # sizes of images are those after they were turned by their EXIF data
+COUNTED = "patches"  # of images are kept
 BACKFILL = 1 << 20  # target marks written at once
 
 
@@ -163,7 +164,7 @@ def _key(
         files.append([str(path), format, stat.st_size, stat.st_mtime_ns])
     parts: list[Any] = [VERSION, files, tokenizer.fingerprint if tokenizer else None, dtype, skip]
     if images is not None:
-        parts += [str(images.folder.resolve()), images.vision.fingerprint, UPRIGHT]
+        parts += [str(images.folder.resolve()), images.vision.fingerprint, UPRIGHT, COUNTED]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.models.bases import base_of
-from zero3d.models.document_masks import TOLD_APART
 
 
 class DocumentPositions:
@@ -45,15 +44,16 @@ class DocumentPositions:
     def __reduce__(self) -> tuple[type[DocumentPositions], tuple[type[nn.Module], Any]]:
         return DocumentPositions, (self._kind, self._config)
 
-    def __call__(self, ids: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, ids: Tensor, kinds: Mapping[str, Tensor], images: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the positions [4, L] of a document.
 
-        ids    [L]
-        given  what else a forward takes of it: token types [L], and what there is of each image [images, ..]
+        ids     [L]
+        kinds   what tells tokens of images from others [L]
+        images  what a processor has made of them; None of text alone
         """
         text = torch.arange(len(ids))
-        if given.keys() <= set(TOLD_APART):
-            return text.expand(4, -1)  # without images all are alike
-        row = {name: values[None] if name in TOLD_APART else values for name, values in given.items()}
-        made, _ = self._index(input_ids=ids[None], **{name: t for name, t in row.items() if name in self._takes})
+        if not images:
+            return text.expand(4, -1)
+        given = {name: values[None] for name, values in kinds.items()} | dict(images)
+        made, _ = self._index(input_ids=ids[None], **{name: t for name, t in given.items() if name in self._takes})
         return torch.cat([text[None], made[-3:, 0]])

@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,5 +127,6 @@ def _places(document: Document) -> Tensor:
 
 def _own_positions(positions: DocumentPositions, document: Document) -> Tensor:
     """Return positions [4, L] as a data worker makes them."""
-    given: dict[str, Any] = {name: t for name, t in document.items() if name != "input_ids"}
-    return positions(document["input_ids"][0], {n: t[0] if n in TOLD_APART else t for n, t in given.items()})
+    kinds = {name: t[0] for name, t in document.items() if name in TOLD_APART}
+    images = {name: t for name, t in document.items() if name not in ("input_ids", *TOLD_APART)}
+    return positions(document["input_ids"][0], kinds, images)

@@ -138,7 +138,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     post_mortem.mesh = inputs.mesh
     module = inputs.opened.module
     options, layers = forward_options(module), len(find_blocks(module))
-    if config.data.packing:
+    if inputs.packing:
         options |= row_options(module, config.data.length)
     flops = flops_per_token(module, config.data.length)  # before parameters are cut
     with inputs.mesh.waiting_room() as axis:

@@ -31,6 +31,7 @@ from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
 from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
+from zero3d.models.packing_images import image_packing
 from zero3d.models.places import has_base
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
@@ -44,12 +45,14 @@ from zero3d.train.setup.vision import open_vision
 class Inputs:
     """What a run is made of before anything large is allocated.
 
+    packing  of the data, which a model that does not keep documents with images apart has not
     fetched  keeps in the cache what was fetched of the data
     """
 
     mesh: Mesh
     opened: Opened
     data: DataSet
+    packing: bool | str
     batch: Batch
     steps: int
     fetched: Fetched
@@ -86,17 +89,18 @@ def open_inputs(
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
         check_alike(opened.module, comm)
         vision = agree(comm, lambda: open_vision(config, opened))
+        config, opened = agree(comm, lambda: _packed(config, opened, vision is not None))
         vocabulary = config_number(opened.module, "vocab_size")
 
         def read(verify: bool) -> DataSet:
             slices = slices_of(config, mesh)
             how = Tokenizing(made=partial(mesh.heartbeat.work, b"tokenizing"), say=say)
-            return open_data(config.data, tokenizer, vocabulary, slices, verify, vision, how)
+            return open_data(config.data, tokenizer, vocabulary, slices, verify, vision, how, batch.micro_batch)
 
         with mesh.heartbeat.phase("data"):
             first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
             data = agree(comm, lambda: first or read(verify=False))
-    return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch), fetched)
+    return Inputs(mesh, opened, data, config.data.packing, batch, steps_of_run(config, data, batch), fetched)
 
 
 def _fetch(config: Config, mesh: Mesh, comm: Comm) -> Fetched:
@@ -121,13 +125,27 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     check_export(config, opened)
     check_length_over_tp(config.data.length, slices_of(config, mesh))
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
-    if config.data.packing:
-        with naming_text_part(config):
-            untried = check_packing(opened.module)
-        opened = replace(opened, notes=(*opened.notes, untried)) if untried else opened
     folder = None if opened.folder is None else str(opened.folder)
     tokenizes = needs_tokenizer(config.data) or config.data.tokenizer is not None
     return batch, opened, load_tokenizer(config.data.tokenizer, folder) if tokenizes else None
+
+
+def _packed(config: Config, opened: Opened, images: bool) -> tuple[Config, Opened]:
+    """Return the run with data.packing off where documents with images cannot be packed, and the model with a note.
+
+    Raises ConfigError where documents of text would see each other.
+    """
+    if not config.data.packing:
+        return config, opened
+    if not images:
+        with naming_text_part(config):
+            note = check_packing(opened.module)
+    elif (why := image_packing(opened.module)) is not None:
+        config = replace(config, data=replace(config.data, packing=False))
+        note = f"data.packing: each document is a sequence, since {why}"
+    else:
+        note = None
+    return config, opened if note is None else replace(opened, notes=(*opened.notes, note))
 
 
 def slices_of(config: Config, mesh: Mesh) -> int:

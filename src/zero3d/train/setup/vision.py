@@ -13,6 +13,7 @@ from zero3d.data.images import Vision
 from zero3d.data.own import OwnData
 from zero3d.data.records import BadRecord, Pictured, Record, first_record, has_pictures, record_of
 from zero3d.errors import ConfigError
+from zero3d.models.document_positions import DocumentPositions
 from zero3d.models.images import give_blank_image
 from zero3d.models.open import Opened
 
@@ -20,7 +21,7 @@ from zero3d.models.open import Opened
 def open_vision(config: Config, opened: Opened) -> Vision | None:
     """Return the processor of the model's folder; None where neither data.images nor the data speak of images.
 
-    Raises ConfigError: a model without images, packing, which no images have, a processor that cannot be used.
+    Raises ConfigError: a model without images, a processor that cannot be used.
     """
     if config.data.images is None and not _has_images(config):
         return None
@@ -32,10 +33,8 @@ def open_vision(config: Config, opened: Opened) -> Vision | None:
             f"the data have images, and {type(opened.module).__name__} of model.path={config.model.path} takes none: "
             "give the folder of a vision-language model."
         )
-    if config.data.packing:
-        raise ConfigError("sequences with images are not packed: set data.packing=false.")
     require_pillow()
-    vision = Vision(opened.folder, takes)
+    vision = Vision(opened.folder, takes, DocumentPositions.of(opened.module))
     wanted = getattr(opened.module.config, "image_token_id", None)
     if wanted is not None and wanted != vision.image:
         raise ConfigError(
