@@ -26,7 +26,7 @@ from zero3d.checkpoint.resume_contract import USUAL
 from zero3d.errors import ConfigError, CorruptionError
 from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.blocks import DENSE, ENDS, FLEX, Fallback
-from zero3d.sequence.entry import Entry
+from zero3d.sequence.entry import Entry, _added_in
 from zero3d.sequence.group import check_sequence
 from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Attended, Heads, MaskTooLarge, Sharing, even_parts
@@ -206,7 +206,7 @@ def test_labels_are_shifted_before_they_are_cut():
     assert shifted(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
 
 
-FAMILIES_WITH_IMAGES = ("qwen2_5_vl", "gemma3")
+FAMILIES_WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl", "gemma3")  # Qwen3-VL's first blocks add features of images, too
 
 
 def with_images(name, sp):
@@ -221,11 +221,27 @@ def with_images(name, sp):
 
 @pytest.mark.parametrize("name", [
     name if name in FAMILIES_WITH_IMAGES else pytest.param(name, marks=pytest.mark.long)
-    for name in (*FAMILIES_WITH_IMAGES, "idefics3", "internvl", "llava", "llava_next", "mistral3", "paligemma", "qwen2_vl")
+    for name in (*FAMILIES_WITH_IMAGES, "idefics3", "internvl", "llava", "llava_next", "mistral3", "paligemma", "qwen2_vl",
+                 "qwen3_vl_moe")
 ])  # fmt: skip
 def test_images_are_seen_whole(ranks, name):
     ((one, _),) = ranks(1, with_images, name, 1)
     check(ranks(2, with_images, name, 2), one)
+
+
+@pytest.mark.parametrize("width", [None, 4], ids=["a mask of tokens, features in a list", "of their widths, by block"])
+def test_features_that_blocks_add_are_those_of_a_ranks_rows(width):
+    tokens = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 1, 0]], dtype=torch.bool)
+    features = torch.arange(6 * 4.0).view(6, 4)
+    mask = tokens if width is None else tokens[..., None].expand(-1, -1, width)
+    whole = torch.zeros(2, 5, 4).masked_scatter(tokens[..., None], features)
+    for rows in even_parts(5, 2):
+        own, cut = _added_in(rows, mask, [features] if width is None else {7: features})
+        added = cut[0] if width is None else cut[7]
+        there = own if width is None else own[..., 0]
+        assert whole[:, rows.start : rows.stop].equal(
+            torch.zeros(2, len(rows), 4).masked_scatter(there[..., None], added)
+        )
 
 
 @pytest.mark.parametrize("name", [

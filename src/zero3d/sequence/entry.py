@@ -5,6 +5,7 @@ position_ids                [.., S]         its rows of the whole's, which are m
                                             none are given (positions.py)
 attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
                                             layer, or None where attention itself is causal
+masks of images' tokens [B, S, ..]          its rows, and of the features that blocks add there those of its rows
 where documents end (cu_seq_lens_q, ..)     left out: masks tell them apart by positions, or, where they would be too
                                             large, ends that are found in these and handed on to flash attention
 other tensors of length S                   refused by name
@@ -32,6 +33,7 @@ from zero3d.sequence.shares import MaskTooLarge, Sharing, even_parts
 
 LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
 CUT = {"input_ids": 1, "inputs_embeds": 1, **dict.fromkeys(TOLD_APART, 1), "position_ids": -1}
+ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}  # DeepStack's, by mask
 PASSED_ON = ("attention_mask", "labels", "shift_labels")  # masks of the whole, and what the loss cuts
 OF_DOCUMENTS = (ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed ones
 
@@ -95,8 +97,11 @@ class Entry:
         for name, dim in CUT.items():
             if given.get(name) is not None and (given[name] is not whole or whole.shape[1] == length):
                 given[name] = given[name].narrow(dim, rows.start, len(rows))
+        for mask, features in ADDED.items():
+            if given.get(mask) is not None and given.get(features) is not None:
+                given[mask], given[features] = _added_in(rows, given[mask], given[features])
         for name, value in given.items():
-            if name not in (*CUT, *PASSED_ON) and isinstance(value, Tensor) and length in value.shape[:2]:
+            if name not in (*CUT, *ADDED, *PASSED_ON) and isinstance(value, Tensor) and length in value.shape[:2]:
                 raise ConfigError(
                     f"the model is given {name}, one dimension of which is the length of the sequence, {length:,}, "
                     "and mesh.sp does not know how to split it. Leave it out, or type mesh.sp=1."
@@ -153,6 +158,24 @@ class Entry:
                 return make(), None
             whole = torch.arange(length, device=like.device)[None] if positions is None else positions
             return make(), document_ends(whole.expand(batch, -1))
+
+
+def _added_in(rows: range, mask: Tensor, features: Any) -> tuple[Tensor, Any]:
+    """Return the rows of a mask of images' tokens, and which of their features are added in these.
+
+    mask      [B, S] or [B, S, width]
+    features  [tokens in the mask, width], several in a list or by block
+    """
+    tokens = mask if mask.dim() == 2 else mask[..., 0]
+    within = torch.zeros_like(tokens)
+    within[:, rows.start : rows.stop] = True
+    own = within[tokens]
+    cut = (
+        {block: each[own] for block, each in features.items()}
+        if isinstance(features, Mapping)
+        else [each[own] for each in features]
+    )
+    return mask.narrow(1, rows.start, len(rows)), cut
 
 
 class Within(TorchDispatchMode):
