@@ -9,8 +9,60 @@ import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.models.chain import find_chain
+from zero3d.pipeline.split import chain_of
+from zero3d.tools.vision.tiny import tiny_model
 
 IMAGES = [[True] * 4, [True, False, False, True], [False] * 4]  # by step, of each micro-batch
+
+TAKEN = [
+    "aria",
+    "aya_vision",
+    "cohere2_vision",
+    "cosmos3_edge",
+    "cosmos3_omni",
+    "deepseek_vl",
+    "exaone4_5",
+    "gemma3",
+    "gemma4",
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "glmga",
+    "got_ocr2",
+    "hyperclovax_vision_v2",
+    "idefics2",
+    "idefics3",
+    "internvl",
+    "kimi_k25",
+    "lfm2_vl",
+    "lfm3_vl",
+    "lighton_ocr",
+    "llama4",
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "minimax_m3_vl",
+    "mistral3",
+    "mistral_large4",
+    "ovis2",
+    "paddleocr_vl",
+    "paligemma",
+    "pp_chart2table",
+    "qianfan_ocr",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen4_exp",
+    "shieldgemma2",
+    "smolvlm",
+    "video_llama_3",
+    "vipllava",
+]  # types of images and text, tiny, whose stages give what the whole does
 
 
 def batches(name):
@@ -163,3 +215,11 @@ def test_deepstack_is_cut_anywhere_under_every_schedule(ranks, case):
     [wanted] = ranks(1, deep_run, DEEP, options)
     for found in ranks(options.get("pp", 2), deep_run, DEEP, options):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TAKEN)
+def test_stages_of_a_type_give_what_the_whole_does(kind):
+    chain, entry = chain_of(tiny_model(kind), None)
+    assert chain.length >= 2
+    assert all(leaf.dtype is not None or leaf.until > 0 for leaf in entry.leaves)
