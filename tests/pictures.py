@@ -13,8 +13,16 @@ OWN = {  # tokens of a family beside <image>
                  "video_token": "<video>"},
     "qwen2_vl": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
     "qwen2_5_vl": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    "qwen3_vl": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
+                 "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"},
 }  # fmt: skip
-MARKS = {"gemma3": "<boi>", "internvl": "<ctx>", "qwen2_vl": "<|image_pad|>", "qwen2_5_vl": "<|image_pad|>"}
+MARKS = {
+    "gemma3": "<boi>",
+    "internvl": "<ctx>",
+    "qwen2_vl": "<|image_pad|>",
+    "qwen2_5_vl": "<|image_pad|>",
+    "qwen3_vl": "<|image_pad|>",
+}
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} : {% if m['role'] == 'assistant' %}{% generation %}"
     "{% for c in m['content'] %}{{ c['text'] }} {% endfor %}</s>{% endgeneration %}{% else %}"
@@ -61,6 +69,7 @@ def image_processor(family):
         "internvl": lambda: t.GotOcr2ImageProcessorPil(size=SQUARE, crop_to_patches=True, max_patches=4),
         "qwen2_vl": lambda: t.Qwen2VLImageProcessorPil(**qwen),
         "qwen2_5_vl": lambda: t.Qwen2VLImageProcessorPil(**qwen),
+        "qwen3_vl": lambda: t.Qwen2VLImageProcessorPil(**qwen),
     }  # fmt: skip
     return makers[family]()
 
@@ -70,7 +79,7 @@ def save_processor(folder, family):
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
     words, pixels = tokenizer(family), image_processor(family)
-    if family in ("internvl", "qwen2_vl", "qwen2_5_vl"):  # whose class needs torchvision, for videos
+    if family in ("internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):  # whose class needs torchvision, for videos
         words.save_pretrained(folder)
         pixels.save_pretrained(folder)
         if family == "internvl":
