@@ -1,7 +1,6 @@
 """Names of modules and parameters as plans of transformers call them: layers.*.mlp.experts, * for one part of a name.
 
-A name may begin at the model, at the model inside a PEFT wrapper, at the base model below the head, or at the language
-model of one for images and text.
+A name may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ def roots(model: nn.Module) -> list[str]:
     named = {id(module): name for name, module in model.named_modules()}
     inner = inner_model(model)
     names = [named.get(id(module)) for module in (inner, base_of(model))]
-    names.append(language_model(model))
     return ["", *(f"{name}." for name in names if name)]
 
 

@@ -4,8 +4,8 @@
     layers.*.mlp.gate_up: packed_colwise:3  how many equal blocks are fused, where not 2
 
 The user's map wins over shipped plans (`shipped.py`), and these over Hugging Face's; "none" takes a name out. A name
-may begin at the model, at the model inside a PEFT wrapper, at the base model below the head, or at the language model
-of one for images and text. Its towers are whole, unless the user's map says otherwise.
+may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head. Towers of models of
+images and text are whole, unless the user's map says otherwise.
 
     style                           what is cut                        what its input or output does
     colwise                         outputs of a Linear or Conv1D      input is copied in
