@@ -248,6 +248,7 @@ def _passed(
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
     lists = [v for v in vars(text).values() if isinstance(v, (list, tuple))] if text is not None else []
+    lists = [v for v in lists if len(v) <= 2 or list(v) != [*range(len(v))]]  # Llama 4 numbers its layers of experts
     replaced: dict[nn.Module, PassedBlock] = {}
     blocks = find_blocks(model)
     many = Counter(name.rpartition(".")[0] for name in blocks)
