@@ -37,7 +37,7 @@ CONFIGS = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
-    "zamba2": {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_expand": 2, "mamba_headdim": 16,
+    "zamba2": {"num_hidden_layers": 4, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_expand": 2, "mamba_headdim": 16,
                "chunk_size": 8, "attention_head_dim": 16, "num_mem_blocks": 1, "adapter_rank": 4,
                "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},
     "stablelm": {"use_qkv_bias": True, "hidden_dropout": 0.0},

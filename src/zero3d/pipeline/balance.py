@@ -61,7 +61,8 @@ class ChainCosts(NamedTuple):
     after: int
 
 
-class Tower(NamedTuple):
+@dataclass(frozen=True)
+class Tower:
     """What turns images into tokens: its parameters, and the patches that each of them meets in a micro-batch."""
 
     parameters: int = 0
