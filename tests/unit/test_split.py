@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import vision
 from deep import deep
 from families import family
 from models import VOCAB, Net, adamw, batch, bits, clone, net
@@ -14,6 +15,7 @@ from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks, find_units
 from zero3d.models.chain import find_chain
+from zero3d.models.images import give_blank_image
 from zero3d.pipeline.split import ModelChunk, balance, chain_of, split
 from zero3d.pipeline.ties import Tie
 
@@ -373,6 +375,15 @@ def test_a_models_own_forward_sees_whether_its_chunk_trains():
     chunk = split(Signed(), [2, 1], 1)
     hidden = torch.ones(2, 3, 24)
     assert torch.equal(chunk.eval()(hidden), -chunk.train()(hidden))
+
+
+def test_positions_of_images_are_sent_though_the_smallest_one_of_the_processor_is_a_token():
+    model = vision.model("qwen3_vl")
+    give_blank_image(
+        model, {"pixel_values": torch.ones(4, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    )
+    _, entry = chain_of(model, None, [1, 1])
+    assert "position_ids" in {leaf.name for leaf in entry.leaves}
 
 
 def test_a_forward_leaves_no_tensor_behind():

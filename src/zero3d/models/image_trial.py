@@ -22,7 +22,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import base_of, sees_images
 from zero3d.models.copies import copy_with, without_weights
 from zero3d.models.document_masks import TOLD_APART
-from zero3d.models.images import image_inputs, no_blank_image, tower_output
+from zero3d.models.images import image_inputs, no_blank_image, tower_output, trial_image
 from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors, tensors_in
 
@@ -45,13 +45,13 @@ class TrialImages(NamedTuple):
 
 
 def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None:
-    """Return sequences with images of the smallest size that a model takes; None of one that takes no images.
+    """Return sequences with a small image each (`trial_image`); None of a model that takes no images.
 
     Raises ConfigError where its tower does not run on them.
     """
     if not sees_images(model):
         return None
-    one = image_inputs(model, smallest=True)
+    one = trial_image(model)
     inputs = {name: t.repeat(SEQUENCES, *[1] * (t.dim() - 1)) for name, t in one.items()}
     try:
         features, ran = _tried(model, inputs, modules)

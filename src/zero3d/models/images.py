@@ -26,6 +26,8 @@ from zero3d.models.placeholders import Placeholder
 from zero3d.nested import tensors_in
 
 SIDE = 448  # pixels of an image for towers that take any size
+Sides = tuple[int, int] | None  # tokens of an image, in height and width
+SMALL, WIDE = (2, 2), (2, 3)
 INPUTS = (
     "pixel_",
     "high_res_pixel_",
@@ -73,8 +75,26 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
     base: Any = base_of(model_of(model))
     if smallest and (given := vars(base).get(GIVEN)):
         return dict(given)
+    return _of_config(model, SMALL if smallest else None)
+
+
+def trial_image(model: nn.Module) -> dict[str, Tensor]:
+    """Return what `forward` takes for one small image [1, ...] that is wider than high, if the model takes such.
+
+    In a trial the smallest one would tell too little: positions of an image of one token are those of text, and in a
+    square height and width may be taken for each other. Raises ConfigError as `image_inputs` does.
+    """
     try:
-        return _image_inputs(base, smallest)
+        return _of_config(model, WIDE)
+    except ConfigError:
+        if given := vars(base_of(model_of(model))).get(GIVEN):
+            return dict(given)
+        raise
+
+
+def _of_config(model: nn.Module, sides: Sides) -> dict[str, Tensor]:
+    try:
+        return _image_inputs(base_of(model_of(model)), sides)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the config of {type(model_of(model)).__name__} does not describe its images "
@@ -82,14 +102,16 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
         ) from error
 
 
-def _image_inputs(base: Any, smallest: bool) -> dict[str, Tensor]:
+def _image_inputs(base: Any, sides: Sides) -> dict[str, Tensor]:
+    """Return an image of so many tokens in height and width, where patches are counted; None: SIDE x SIDE pixels."""
+    smallest = sides is not None
     config, takes = base.config, inspect.signature(base.get_image_features).parameters
     vision = getattr(config, "vision_config", None) or config
     if "image_position_ids" in takes:
-        return _patches_with_places(vision, smallest)
+        return _patches_with_places(vision, sides)
     channels = _first(vision, ("in_channels", "num_channels"), 3)
     if grid := next((name for name in GRIDS if name in takes), None):
-        return _patches_with_grid(config, grid, smallest)
+        return _patches_with_grid(config, grid, sides)
     if config.model_type == "fuyu":
         return {
             "pixel_values": torch.ones(
@@ -119,32 +141,37 @@ def _image_inputs(base: Any, smallest: bool) -> dict[str, Tensor]:
     return {"pixel_values": pixels}
 
 
-def _patches_with_places(vision: Any, smallest: bool) -> dict[str, Tensor]:
+def _patches_of(sides: Sides, patch: int, merge: int) -> tuple[int, int]:
+    """Return how many patches an image is high and wide."""
+    high, wide = sides or [max(SIDE // patch // merge, 2)] * 2
+    return high * merge, wide * merge
+
+
+def _patches_with_places(vision: Any, sides: Sides) -> dict[str, Tensor]:
     """Return an image of Gemma 4: patches beside their places."""
-    pooled = vision.pooling_kernel_size
-    side = 2 * pooled if smallest else max(SIDE // vision.patch_size // pooled, 2) * pooled
-    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
-    return {"pixel_values": torch.ones(1, side**2, 3 * vision.patch_size**2), "image_position_ids": places[None]}
+    high, wide = _patches_of(sides, vision.patch_size, vision.pooling_kernel_size)
+    places = torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(-1)
+    return {"pixel_values": torch.ones(1, high * wide, 3 * vision.patch_size**2), "image_position_ids": places[None]}
 
 
-def _patches_with_grid(config: Any, grid: str, smallest: bool) -> dict[str, Tensor]:
+def _patches_with_grid(config: Any, grid: str, sides: Sides) -> dict[str, Tensor]:
     """Return an image as patches [patches, values of one] beside its grid: of time, height and width, or of two."""
     vision = config.vision_config
     patch, channels = vision.patch_size, _first(vision, ("in_channels", "num_channels"), 3)
     merge = _first(vision, ("spatial_merge_size", "merge_size", "merge_kernel_size", "window_kernel_size"), 1)
     merge = merge if isinstance(merge, int) else merge[0]
-    side = 2 * merge if smallest else max(SIDE // patch // merge, 2) * merge
+    high, wide = _patches_of(sides, patch, merge)
     frames = _first(vision, ("temporal_patch_size", "patch_temporal"), 1)
     shape = (channels, patch, patch) if config.model_type in UNFLATTENED else (channels * frames * patch**2,)
-    values = torch.ones(side * side, *shape)
-    size = torch.tensor([[side, side]])
+    values = torch.ones(high * wide, *shape)
+    size = torch.tensor([[high, wide]])
     if grid == "image_grid_thw":
         merges = {"image_merge_sizes": torch.tensor([merge])} if config.model_type == "video_llama_3" else {}
-        return {"pixel_values": values, grid: torch.tensor([[1, side, side]]), **merges}
+        return {"pixel_values": values, grid: torch.tensor([[1, high, wide]]), **merges}
     if grid == "spatial_shapes":
-        return {"pixel_values": values[None], grid: size, "pixel_attention_mask": torch.ones(1, side * side).long()}
+        return {"pixel_values": values[None], grid: size, "pixel_attention_mask": torch.ones(1, high * wide).long()}
     if grid == "target_sizes":  # patches of all images beside each other
-        return {"pixel_values": torch.ones(1, channels, patch, patch * side * side), grid: size.int()}
+        return {"pixel_values": torch.ones(1, channels, patch, patch * high * wide), grid: size.int()}
     return {"pixel_values": values, grid: size}
 
 

@@ -4,7 +4,8 @@
     second   an image, five of text, an image, four of text   places in each: blocks that run on, or are looked up at
     third    seven of text                                    the place of another document, show
 
-Another image must move its own document, too. Images are of the smallest size that the model takes, with random pixels.
+Another image must move its own document, too. Images are small, wider than high where the model takes such, with random
+pixels.
 What does not run here is not packed: nothing is read in source code.
 """
 
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zero3d.models.bases import base_of, sees_images
 from zero3d.models.document_masks import MADE, TOLD_APART, blocks_of
 from zero3d.models.document_positions import DocumentPositions
-from zero3d.models.images import image_features, image_inputs
+from zero3d.models.images import image_features, trial_image
 from zero3d.models.packing import SEEDS, Key, given_in_training, inner_model, is_varlen, key_of, why_at_once
 from zero3d.models.packing_trial import TOKEN, Document, Documents, Leak, Untried, changed, copied, judge, random_ids
 
@@ -85,7 +86,7 @@ def _with_blocks(model: nn.Module, few: bool) -> Leak | None:
 def _documents(model: nn.Module, seed: int) -> Documents:
     """Return documents with images, and the first with another token and another image."""
     generator = torch.Generator().manual_seed(seed)
-    one = image_inputs(model, smallest=True)
+    one = trial_image(model)
     tokens = sum(prod(t.shape[:-1]) for t in image_features(model, one))
     image: int = base_of(model).config.image_token_id
     takes = inspect.signature(model.forward).parameters
