@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import transformers
 import vision
 
 from zero3d.models import packing_images
 from zero3d.models.document_masks import DocumentMasks
 from zero3d.models.document_positions import DocumentPositions
-from zero3d.models.packing import as_row, given_in_training
+from zero3d.models.packing import as_row, check_packing, given_in_training
 from zero3d.models.packing_images import image_packing
+from zero3d.pipeline.split import chain_of
 
 PACKED = [name for name in vision.EVERY if name != "qwen3_5"]
 SHORT = ("gemma3", "internvl", "qwen3_vl")
@@ -103,6 +105,17 @@ def test_a_model_in_which_images_change_nothing_counts_as_not_tried():
     model = vision.model("llava")
     model.model.multi_modal_projector.forward = lambda features: features * 0
     assert "could not be tried (another image changes nothing in its own document)" in image_packing(model)
+
+
+def test_a_vocabulary_may_have_fewer_tokens_than_trials_usually_take():
+    words, special = 16, {"image_token_id": 15, "video_token_id": 14, "vision_start_token_id": 13}
+    config = vision.config("qwen3_vl", **special)
+    config.text_config.vocab_size = words
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    assert image_packing(model) is None
+    assert check_packing(model) is None
+    chain, _ = chain_of(model, None)
+    assert chain.blocks == "model.language_model.layers"
 
 
 def test_layers_that_run_across_documents_and_attention_without_our_masks_are_named():

@@ -183,7 +183,7 @@ def _with_blocks(model: nn.Module, few: bool) -> Verdict:
         with copied(model, varlen, few, seed) as trial:
             for rows in (1, M_ROPE_ROWS) if _is_m_rope(model) else (1,):
                 try:
-                    leak = judge(trial, given_in_training(trial, varlen, rows), documents())
+                    leak = judge(trial, given_in_training(trial, varlen, rows), documents(trial))
                 except Exception:
                     if rows == 1:
                         raise

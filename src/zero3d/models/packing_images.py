@@ -25,7 +25,18 @@ from zero3d.models.document_masks import MADE, TOLD_APART, blocks_of
 from zero3d.models.document_positions import DocumentPositions
 from zero3d.models.images import image_features, trial_image
 from zero3d.models.packing import SEEDS, Key, given_in_training, inner_model, is_varlen, key_of, why_at_once
-from zero3d.models.packing_trial import TOKEN, Document, Documents, Leak, Untried, changed, copied, judge, random_ids
+from zero3d.models.packing_trial import (
+    FIRST_ID,
+    TOKEN,
+    Document,
+    Documents,
+    Leak,
+    Untried,
+    changed,
+    copied,
+    judge,
+    random_ids,
+)
 
 IMAGE = None  # in the place of a number of tokens of text
 FLEX = "flex_attention"
@@ -93,7 +104,7 @@ def _documents(model: nn.Module, seed: int) -> Documents:
     kinds = [name for name in TOLD_APART if name in takes]
 
     def document(layout: Sequence[int | None]) -> Document:
-        ids = torch.cat([_segment(count, tokens, image, generator) for count in layout], 1)
+        ids = torch.cat([_segment(model, count, tokens, image, generator) for count in layout], 1)
         told = {name: (ids == image).long() for name in kinds}
         return {"input_ids": ids} | told | _images(one, layout.count(IMAGE), generator)
 
@@ -104,12 +115,12 @@ def _documents(model: nn.Module, seed: int) -> Documents:
     return Documents(each, {TOKEN: changed(each[0]), "image": other}, place)
 
 
-def _segment(count: int | None, tokens: int, image: int, generator: torch.Generator) -> Tensor:
+def _segment(model: nn.Module, count: int | None, tokens: int, image: int, generator: torch.Generator) -> Tensor:
     """Return tokens of text, or those of an image [1, ..]."""
     if count is IMAGE:
         return torch.full((1, tokens), image)
-    ids = random_ids(count, generator)
-    return torch.where(ids == image, ids + 1, ids)
+    ids = random_ids(model, 1, count, generator)
+    return torch.where(ids == image, FIRST_ID - 1, ids)
 
 
 def _images(one: Document, count: int, generator: torch.Generator) -> Document:

@@ -40,7 +40,7 @@ Document = dict[str, Tensor]
 Give = Callable[[Document], dict[str, Any]]
 
 LENGTHS = (11, 7)  # of documents that are unlike each other
-FIRST_ID, IDS = 3, 50  # of tokens: small ones, since special tokens of images are the last
+FIRST_ID, IDS = 3, 50  # of tokens: small ones, since special tokens of images are the last of a vocabulary
 TOKEN, CHANGED = "token", 4  # what is changed in the first document, and which
 COUNTED, WHICH = {2: "two", 3: "three"}, ("first", "second", "third")  # documents of a row, in words
 NEAR = 2e-4  # of the largest number that was wanted: rounding is 1e-5 of it at most, the smallest leak found 6e-3
@@ -77,16 +77,19 @@ class Documents(NamedTuple):
     positions: Callable[[Document], Tensor]
 
 
-def documents() -> Documents:
-    """Return two documents of text."""
+def documents(model: nn.Module) -> Documents:
+    """Return two documents of text for a model."""
     generator = torch.Generator().manual_seed(0)
-    each = [{"input_ids": random_ids(length, generator)} for length in LENGTHS]
+    each = [{"input_ids": random_ids(model, 1, length, generator)} for length in LENGTHS]
     return Documents(each, {TOKEN: changed(each[0])}, lambda document: torch.arange(document["input_ids"].shape[1]))
 
 
-def random_ids(length: int, generator: torch.Generator) -> Tensor:
-    """Return tokens of text [1, length]."""
-    return torch.randint(FIRST_ID, IDS, (1, length), generator=generator)
+def random_ids(model: nn.Module, sequences: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return tokens of text [sequences, length] that a model has in its vocabulary."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    end = min(IDS, getattr(text, "vocab_size", IDS))
+    return torch.randint(FIRST_ID, end, (sequences, length), generator=generator)
 
 
 def packed(these: Documents, each: Sequence[Document]) -> Document:
@@ -103,7 +106,7 @@ def packed(these: Documents, each: Sequence[Document]) -> Document:
 def changed(document: Document) -> Document:
     """Return a document with another token."""
     ids = document["input_ids"].clone()
-    ids[:, CHANGED] = (ids[:, CHANGED] - FIRST_ID + 1) % (IDS - FIRST_ID) + FIRST_ID
+    ids[:, CHANGED] = torch.where(ids[:, CHANGED] == FIRST_ID, FIRST_ID + 1, FIRST_ID)
     return document | {"input_ids": ids}
 
 

@@ -30,7 +30,7 @@ from zero3d.models.chain import Chain, refusal
 from zero3d.models.document_masks import TOLD_APART
 from zero3d.models.image_trial import SEQUENCES, TEXT, TrialImages
 from zero3d.models.packing import forward_options
-from zero3d.models.packing_trial import FIRST_ID, IDS, copied
+from zero3d.models.packing_trial import FIRST_ID, copied, random_ids
 from zero3d.nested import map_tensors, tensors_in
 from zero3d.pipeline.entry import BATCH, EMBEDDINGS, GIVEN, LENGTH, MADE, ROWS, TOKENS, Entry, Leaf
 
@@ -130,7 +130,7 @@ def _batches(trial: nn.Module, images: TrialImages | None) -> list[Batch]:
     numbers = set(_numbers(trial))
     features, tokens = (None, 0) if images is None else _features(images, generator)
     length = next(n for n in range(tokens + TEXT, 10**6) if not {n, SEQUENCES * n} & numbers)
-    ids = torch.randint(FIRST_ID, IDS, (SEQUENCES, length), generator=generator)
+    ids = random_ids(trial, SEQUENCES, length, generator)
     text = Batch(ids, {"labels": ids})
     if images is None:
         return [text]
