@@ -1,9 +1,10 @@
 # make demo      train the embedded default on this machine       (own .venv)
 # make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (1 minute)
 # make demo-qlora  the same with a base of 4 bits beside the adapters   (1 minute)
+# make demo-vlm  a tiny Qwen3-VL: the same losses in four ways, in full, then adapters on fp32 and on 4 bits   (4 minutes)
 # make demo-grpo  a tiny model learns to sort from rewards: two training ranks, and a sampler that gets their weights   (2 minutes)
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
-# make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
+# make test ROOM=plan   the tests of one package of src/zero3d     (4 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
 # make test CPU=noise  the tests as on another CPU: avx2 and default have kernels without AVX-512 or AVX2, noise draws the last
 #                bit of each matrix product (tests/cpus.py); of test-all, too. Of test-part: the part of all cases that CI runs so
@@ -47,7 +48,7 @@ AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes drawing mutants campaign lint bench versions tables docs clean
+.PHONY: demo demo-llava demo-qlora demo-vlm demo-grpo test test-part test-all test-peers costs costs-all sizes drawing mutants campaign lint bench versions tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train $(SLOW_BF16)
@@ -57,6 +58,9 @@ demo-llava: $(VENV)/.installed
 
 demo-qlora: $(VENV)/.installed
 	$(BIN)/python examples/llava_demo/demo.py zero3d-demo-qlora model.quantize=nf4
+
+demo-vlm: $(VENV)/.installed
+	$(BIN)/python examples/vlm_demo/demo.py
 
 demo-grpo: $(VENV)/.installed
 	$(BIN)/python examples/grpo_demo/demo.py

@@ -7,20 +7,13 @@ The adapters' run takes KEY=VALUE, too: with model.quantize=nf4 they learn besid
 on the full one.
 """
 
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import look
 from prepare import RUNS, prepare
-
-
-def train(folder, run, *overrides):
-    """Run `zero3d train RUN.yaml` on 2 ranks in `folder`, as one would type it."""
-    print(f"\n$ cd {folder} && zero3d train {' '.join([f'{run}.yaml', '--ranks 2', *overrides])}", flush=True)
-    command = [sys.executable, "-m", "zero3d.tools.cli.main", "train", f"{run}.yaml", "--ranks", "2", *overrides]
-    subprocess.run(command, cwd=folder, check=True)
+from typed import train
 
 
 def report(folder):

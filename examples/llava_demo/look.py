@@ -8,8 +8,11 @@ from PIL import Image
 from shapes import QUESTION
 
 
-def load(folder, adapter=None):
-    """Return a model as anybody would load it, with an adapter of PEFT or without, and its processor."""
+def load(folder, adapter=None, open_processor=None):
+    """Return a model as anybody would load it, with an adapter of PEFT or without, and its processor.
+
+    open_processor  opens a folder's processor, if transformers' own way is not taken
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -18,6 +21,8 @@ def load(folder, adapter=None):
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter)
+    if open_processor is not None:
+        return model.eval(), open_processor(folder)
     return model.eval(), transformers.AutoProcessor.from_pretrained(folder, backend="pil")
 
 
@@ -30,7 +35,8 @@ def answers(loaded, folder, name, batch=64):
     for first in range(0, len(records), batch):
         some = records[first : first + batch]
         images = [Image.open(Path(folder) / "images" / record["image"]).convert("RGB") for record in some]
-        asked = processor(images=images, text=[prompt] * len(some), return_tensors="pt")
+        texts = [prompt] * len(some)
+        asked = processor(images=images, text=texts, padding=True, padding_side="left", return_tensors="pt")
         with torch.no_grad():
             said = model.generate(**asked, max_new_tokens=5, do_sample=False)[:, asked["input_ids"].shape[1] :]
         for record, image, row in zip(some, images, said, strict=True):

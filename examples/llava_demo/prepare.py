@@ -15,15 +15,20 @@ DRAWN = {"first": (shapes.FIRST, 3000, 1), "new": (shapes.NEW, 2000, 2), "first_
          "new_held_out": (shapes.NEW, 240, 4)}  # fmt: skip
 
 
-def prepare(folder):
-    """Write everything into `folder`; return the line that says so."""
+def lay_out(folder, files, sizes=shapes.SIZES):
+    """Draw all images in these sizes and copy the runs' files, into `folder`; return how many images there are."""
     folder.mkdir(exist_ok=True)
     for name, (kinds, count, seed) in DRAWN.items():
-        shapes.save(folder, name, kinds, count, seed)
-    for run in RUNS:
-        shutil.copy(Path(__file__).parent / f"{run}.yaml", folder)
+        shapes.save(folder, name, kinds, count, seed, sizes)
+    for file in files:
+        shutil.copy(file, folder)
+    return sum(count for _, count, _ in DRAWN.values())
+
+
+def prepare(folder):
+    """Write everything into `folder`; return the line that says so."""
+    images = lay_out(folder, [Path(__file__).parent / f"{run}.yaml" for run in RUNS])
     parameters = tiny_llava.save(folder / "tiny-llava")
-    images = sum(count for _, count, _ in DRAWN.values())
     return f"{folder}: a LLaVA of {parameters:,} parameters, {images:,} images"
 
 

@@ -11,15 +11,15 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), 
            "purple": (150, 60, 200), "white": (240, 240, 240)}  # fmt: skip
 FIRST, NEW = ("circle", "square", "triangle"), ("star", "cross")
 QUESTION = "what is it ?"
-SIZE = 32  # pixels
+SIZES = ((32, 32),)  # pixels: width, height
 
 
-def draw(colour, shape, numbers):
-    """Draw a shape at a random place in a random size on a dark ground; return the image."""
+def draw(colour, shape, numbers, size=SIZES[0]):
+    """Draw a shape at a random place, as large as it may be or a little smaller, on a dark ground; return the image."""
     shade = numbers.randint(0, 50)
-    image = Image.new("RGB", (SIZE, SIZE), (shade, shade, shade))
-    radius = numbers.uniform(0.36, 0.46) * SIZE
-    x, y = (numbers.uniform(radius + 1, SIZE - radius - 1) for _ in range(2))
+    image = Image.new("RGB", size, (shade, shade, shade))
+    radius = numbers.uniform(0.36, 0.46) * min(size)
+    x, y = (numbers.uniform(radius + 1, side - radius - 1) for side in size)
     pen, paint = ImageDraw.Draw(image), COLOURS[colour]
     around = (x - radius, y - radius, x + radius, y + radius)
     if shape == "circle":
@@ -40,14 +40,14 @@ def draw(colour, shape, numbers):
     return image
 
 
-def save(folder, name, shapes, count, seed):
-    """Draw `count` images below folder/images and write their conversations to folder/NAME.json."""
+def save(folder, name, shapes, count, seed, sizes=SIZES):
+    """Draw `count` images, in these sizes by turns, below folder/images, and write their conversations to NAME.json."""
     folder, numbers, records = Path(folder), random.Random(seed), []
     (folder / "images" / name).mkdir(parents=True, exist_ok=True)
     for i in range(count):
         colour, shape = numbers.choice(list(COLOURS)), numbers.choice(shapes)
         path = f"{name}/{i}.png"
-        draw(colour, shape, numbers).save(folder / "images" / path)
+        draw(colour, shape, numbers, sizes[i % len(sizes)]).save(folder / "images" / path)
         turns = [{"from": "human", "value": f"<image>\n{QUESTION}"}, {"from": "gpt", "value": f"a {colour} {shape}"}]
         records.append({"id": f"{name}-{i}", "image": path, "conversations": turns})
     (folder / f"{name}.json").write_text(json.dumps(records, indent=1))

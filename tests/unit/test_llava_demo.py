@@ -1,12 +1,11 @@
 """The demo of LLaVA: what it draws, and that it asks a trained model what the model was trained on."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from demos import modules_of
 from PIL import Image
 
 from zero3d.config import Data, load
@@ -14,24 +13,11 @@ from zero3d.data.dataset import open_data
 from zero3d.data.images import Vision
 from zero3d.data.tokenizers import load_tokenizer
 
-DEMO = Path(__file__).parents[2] / "examples" / "llava_demo"
-
 
 @pytest.fixture
-def demo(monkeypatch):
-    """The demo's modules, imported as its own command does."""
-    monkeypatch.syspath_prepend(str(DEMO))
-    names = ("shapes", "tiny_llava", "look", "prepare", "demo")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import demo
-    import look
-    import prepare
-    import shapes
-
-    yield SimpleNamespace(demo=demo, look=look, prepare=prepare, shapes=shapes)
-    for name in names:
-        sys.modules.pop(name, None)
+def demo():
+    with modules_of("llava_demo") as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""docs/llava.md: every flag of LLaVA's scripts has a row, every key in it is one, and the example has the script's values."""
+"""docs/llava.md: every flag of LLaVA's scripts has a row, every key in it is one, the example has the script's values, and
+what it says of other models is so."""
 
 import re
 from pathlib import Path
@@ -43,17 +44,39 @@ def test_every_flag_of_the_scripts_has_one_row():
 OFTEN = ("idefics3", "llava")  # one whose tower reads values, and one whose does not
 
 
-@pytest.mark.parametrize("family", [
-    family if family in OFTEN else pytest.param(family, marks=pytest.mark.long) for family in vision.FAMILIES
+def ways():
+    """The types of each way in which images enter, and whether plans have images then."""
+    lines = (ROOT / "docs" / "llava.md").read_text().split("| what the model is given of images |")[1].splitlines()[2:]
+    cells = [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
+    return [(re.findall(r"`(\w+)`", types), planned.startswith("yes")) for _, types, planned in cells]
+
+
+def test_every_type_has_one_way():
+    listed = [kind for types, _ in ways() for kind in types]
+    assert len(listed) == len(set(listed)) > 15
+    assert set(listed) >= {*vision.FAMILIES, "qwen3_vl"}
+
+
+@pytest.mark.parametrize("kind", [
+    kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.long) for kind in vision.FAMILIES
 ])  # fmt: skip
-def test_what_it_says_of_a_family_is_so(family):
-    [row] = [
-        line.split(" | ") for line in (ROOT / "docs" / "llava.md").read_text().splitlines() if f" `{family}` " in line
-    ]
-    made = vision.model(family)
-    assert row[4].startswith("yes") == (find_images(made, 32, packed=False) is not None)
-    assert row[3] == "yes"
+def test_what_it_says_of_a_type_is_so(kind):
+    [planned] = [planned for types, planned in ways() if kind in types]
+    made = vision.model(kind)
+    assert planned == (find_images(made, 32, packed=False) is not None)
     assert chain_of(made, None)[0].blocks.endswith(".layers")
+
+
+def test_every_setting_of_its_table_of_axes_is_a_key():
+    begin = (ROOT / "docs" / "llava.md").read_text().split("| setting | what becomes of images |")[1]
+    named = [
+        key
+        for line in begin.split("\n\n")[0].splitlines()
+        for key in re.findall(r"`([\w.]+)[=`]", line.split(" | ")[0])
+    ]
+    sections = {name.split(".")[0] for name in KEYS}
+    assert len(named) == 10
+    assert [key for key in named if key not in KEYS and key not in sections] == []
 
 
 def test_every_key_in_it_is_one():
