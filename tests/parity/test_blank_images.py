@@ -1,6 +1,7 @@
 """Micro-batches with and without images side by side: at stage 3 blank ones run the tower, without any effect."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -145,6 +146,31 @@ def test_a_frozen_tower_runs_as_often_and_reduces_nothing(ranks, name):
         assert reduced == []
 
 
+def train_apart(name):
+    """Losses and norms where each rank runs a tower that is gathered by its own images: inside full_params(), and behind
+    an evaluation that leaves all gathered. Before these, those of stage 2."""
+    rank, found = torch.distributed.get_rank(), []
+    for stage, release in ((2, "auto"), (3, "auto"), (3, "every_step")):
+        given = model(name)
+        engine = zero3d.Engine(given, stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw, release=release)
+        figures = []
+        for step in batches(name)[:2]:
+            with engine.full_params() if release == "auto" else nullcontext():
+                with torch.no_grad():
+                    engine(**step[rank], use_cache=False)
+                loss = engine(**step[rank], use_cache=False).loss
+                engine.backward(loss)
+            figures += [loss.item(), float(engine.step().grad_norm)]
+        found.append(figures)
+    return found
+
+
+@pytest.mark.long
+def test_ranks_that_run_a_gathered_tower_apart_train_as_at_stage_2(ranks):
+    for stage_2, *others in ranks(2, train_apart, "qwen3_vl"):
+        assert others == [pytest.approx(stage_2, rel=1e-4)] * 2
+
+
 def told_of_gradients(name, stage):
     """What a rank warns of in steps of text, of images on the second rank, and of images on both."""
     engine, rank = (
@@ -152,6 +178,7 @@ def told_of_gradients(name, stage):
         torch.distributed.get_rank(),
     )
     said = []
+    engine.evaluate([batches(name)[3][rank]])  # which gives no gradient, and is not spoken of
     for step in (2, 1, 3):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -34,10 +34,13 @@ class TowerCalls:
         self._dp = dp
         self._hooks, self._units = hooks, units
 
-    def agree(self, own: int) -> int:
-        """Return how often it runs in this forward, which all ranks make, for `own` runs of this rank's images."""
+    def agree(self, own: int) -> int | None:
+        """Return how often it runs in this forward, which all ranks make, for `own` runs of this rank's images.
+
+        None where ranks may run it apart: each as often as its own images say.
+        """
         if all(unit.users for unit in self._units):
-            return own
+            return None
         if self._hooks.stay_gathered:
             return at_least_once(own)
         of_all = self._dp.exchange(device_values([float(own)], self._dp.device), recorded=False)

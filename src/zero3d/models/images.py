@@ -241,15 +241,16 @@ class BlankImages:
     """Hooks by which a model's vision tower runs on blank images until it has run as often as on the other ranks.
 
     agree  takes how often this rank's images and videos make the tower run in a forward, and returns how often it runs
-           on every rank. It is not asked where the micro-batch has an entry CALLS, which says so
-    ran    how often the tower has been to run so far, in training
+           on every rank; None where ranks run it apart. It is not asked where the micro-batch has an entry CALLS,
+           which says so
+    ran    how often the tower has been to run on every rank so far, in training
 
     Blank images run where images do: behind all embeddings (Gemma 4 has some by layer), before the language model. The
     features are multiplied by zero and added to the input embeddings: the loss is what it was, and the tower's
     gradients are zeros. Forwards with a cache, which `generate` makes, are left as they are.
     """
 
-    def __init__(self, model: nn.Module, agree: Callable[[int], int] = at_least_once) -> None:
+    def __init__(self, model: nn.Module, agree: Callable[[int], int | None] = at_least_once) -> None:
         self._model, self._agree = model, agree
         self._told: int | None = None
         self._due = self.ran = 0
@@ -273,6 +274,9 @@ class BlankImages:
             return
         own = calls_of(kwargs)
         calls = self._agree(own) if told is None else told
+        if calls is None:
+            self._due = 0
+            return
         assert own <= calls, f"the tower runs {own} times here, where ranks have agreed on {calls}"
         self._due = calls - own
         self.ran += calls if torch.is_grad_enabled() else 0
