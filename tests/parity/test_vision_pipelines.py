@@ -9,7 +9,9 @@ import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.models.chain import find_chain
-from zero3d.pipeline.split import chain_of
+from zero3d.models.images import patches, tower_parameters
+from zero3d.pipeline.balance import Tower
+from zero3d.pipeline.split import chain_of, tower_of
 from zero3d.tools.vision.tiny import tiny_model
 
 IMAGES = [[True] * 4, [True, False, False, True], [False] * 4]  # by step, of each micro-batch
@@ -149,6 +151,8 @@ def test_the_tower_runs_before_the_blocks_and_is_not_run_to_find_that_out(monkey
     assert chain.blocks == "model.language_model.layers"
     assert {"model.vision_tower", "model.multi_modal_projector"} < set(chain.before)
     assert set(seen) == {"FakeTensor"}
+    tower = Tower(sum(p.numel() for p in tower_parameters(made)), patches(made))
+    assert tower_of(made, chain.before) == tower > (0, 0)
 
 
 DEEP = "qwen3_vl"  # two levels of DeepStack, behind blocks 0 and 1
@@ -165,6 +169,13 @@ SHAPES = {
     "every use": {"stage": 3, "release": "every_use", "blocks": 3},
     "first stage": {"stage": 1, "blocks": 3},
 }
+
+
+def test_what_stages_need_is_found_for_every_cut():
+    made = model(DEEP, blocks=3)
+    entries = [chain_of(made, None, counts)[1] for counts in ([1, 2], [2, 1], [1, 2])]
+    last = [max(leaf.until for leaf in entry.leaves if leaf.dtype is None) for entry in entries]
+    assert last == [1, 2, 1]  # the first block of the last stage that adds features of images
 
 
 def deep_model(name, blocks=2, tied=False, activations="none", **_):

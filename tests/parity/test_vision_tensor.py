@@ -74,6 +74,7 @@ def test_loss_and_all_gradients_equal_one_process_with_images(ranks, kind):
 
 
 def test_a_tower_is_cut_only_where_the_users_map_says_so():
+    assert read_styles(tiny_model("qwen3_vl"))["model.language_model.layers.0.mlp.down_proj"].kind == "rowwise"
     model = tiny_model("gemma4")
     own = [name for name in read_styles(model) if not name.startswith(f"{language_model(model)}.")]
     assert own == ["lm_head"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
+from zero3d.pipeline.balance import TOKENS, Tower, Weights, chain_costs, cut
 
 
 def every_cut(blocks, chunks):
@@ -44,6 +44,12 @@ def test_the_72b_example_says_how_many_blocks_its_stages_have():
     assert cut(costs.blocks, 8, costs.before, costs.after) == [10, 11, 10, 10, 10, 10, 10, 9]
     text = (Path(__file__).parents[2] / "examples" / "72b_128gpu.yaml").read_text()
     assert "80 blocks: 10, 11 (stage 1), 10 ..., 9;" in text
+
+
+def test_a_tower_that_sees_many_patches_leaves_fewer_blocks_to_the_first_stage():
+    given = 1000, [Weights(1000)] * 8, 1000, 16, 10, 100
+    blind, seeing = chain_costs(*given), chain_costs(*given, Tower(1000, 640))
+    assert cut(blind.blocks, 2, blind.before, blind.after)[0] > cut(seeing.blocks, 2, seeing.before, seeing.after)[0]
 
 
 def test_equal_blocks_fill_earlier_stages_first():

@@ -159,11 +159,13 @@ def test_dealt_micro_batches_go_round_the_ranks_in_turn(sequences, dp):
 def test_micro_batches_of_a_step_are_padded_to_one_length_and_pixels_stay_as_they_are():
     short = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(2, 3, dtype=torch.long)}
     kinds = {"mm_token_type_ids": torch.ones(2, 3, dtype=torch.long), "pixel_values": torch.ones(2, 3)}
+    kinds["position_ids"] = torch.ones(4, 2, 3, dtype=torch.long)
     long = {name: torch.ones(2, 5, dtype=torch.long) for name in ("input_ids", "labels")}
     padded, same = padded_alike([{**short, **kinds}, long], pad=7)
     assert padded["input_ids"].tolist() == [[1, 1, 1, 7, 7]] * 2
     assert padded["labels"].tolist() == [[1, 1, 1, -100, -100]] * 2
     assert padded["mm_token_type_ids"].tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert padded["position_ids"].tolist() == [[[1, 1, 1, 0, 0]] * 2] * 4, "of M-RoPE models"
     assert padded["pixel_values"] is kinds["pixel_values"]
     assert same is long
 

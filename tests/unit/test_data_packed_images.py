@@ -98,9 +98,10 @@ def test_rows_are_of_conversations_with_images_or_without_and_have_the_pixels_of
         assert len(sample["images"]) == sum(with_images)
         assert set(with_images[: len(with_images) - 1]) == {bool(pictured)}, "the last is padding"
         assert len(sample["input_ids"]) == LENGTH
-    two = [record("0.png"), record()]
+    two = [record(), record("0.png")]
     apart, mixed = opened(folder, two), opened(folder, two, group_by_modality=False)
     assert (len(apart), len(mixed)) == (2, 1)
+    assert mixed.pictured.tolist() == [True]
     assert (apart.identity["apart"], mixed.identity["apart"]) == (1, 0)
     batch = data.stack([data[index] for index in numpy.flatnonzero(data.pictured)])
     assert batch["pixel_values"].shape == (12, 3, 28, 28)
@@ -141,6 +142,43 @@ def test_nothing_is_learnt_of_a_packed_document_whose_image_is_damaged(folder):
         samples = [rest[index] for index in range(len(rest))]
     assert any("Another sample with images stands in for it" in str(each.message) for each in told)
     assert all((each["labels"] >= 0).any() for each in samples)
+
+
+def test_a_text_that_is_cut_has_none_of_the_images_of_the_document_behind_it(folder):
+    data = opened(folder, [{"text": "what is it ? " * 30}, record("0.png")])
+    assert len(data) == 3
+    assert sorted(len(data[index]["images"]) for index in range(3)) == [0, 0, 1]
+    assert data.pictured.tolist() == [bool(data[index]["images"]) for index in range(3)]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_rows_with_images_are_as_long_as_all_others(folder, left):
+    whole = opened(folder, [record("0.png")])
+    start, stop = documents_of(whole[0])[0]
+    data = opened(folder, [record("0.png")], length=stop - start + left)
+    assert {len(values) for name, values in data[0].items() if name != "images"} == {stop - start + left}
+
+
+def test_a_blank_image_is_as_large_as_the_damaged_one_and_no_text_stands_in_for_it(tmp_path, folder):
+    from PIL import Image
+
+    save_model(tmp_path / "model", "qwen2_5_vl")
+    (tmp_path / "images").mkdir()
+    for name, side in (("small", 28), ("large", 56)):
+        noise = numpy.random.default_rng(0).integers(0, 255, (side, side, 3), numpy.uint8)
+        Image.fromarray(noise).save(tmp_path / "images" / f"{name}.png")
+    file = tmp_path / "images" / "large.png"
+    file.write_bytes(file.read_bytes()[:1000])
+    two = record(["small.png", "large.png"], question="<image>what")
+    data = opened(tmp_path, [record("small.png"), two, record()], skip_bad_lines=True)
+    with pytest.warns(UserWarning, match=r"large\.png"):
+        batch = data.stack([data[0]])
+    image = Vision(tmp_path / "model", TAKES).image
+    assert int((batch["input_ids"] == image).sum()) == int(batch["image_grid_thw"].prod(1).sum()) // 4
+    alone = opened(tmp_path, [record("small.png"), two, record()], skip_bad_lines=True, packing=False)
+    damaged = next(index for index in range(3) if len(alone._kept[index].names) == 2)
+    with pytest.warns(UserWarning, match="Another sample with images stands in for it"):
+        assert alone[damaged]["images"]
 
 
 def test_what_gives_items_one_by_one_has_no_budget_of_patches(folder):

@@ -1,5 +1,6 @@
 """Processors of all image-text types: what their outputs belong to, by trial, and the tokens that stand for an image."""
 
+import json
 from fractions import Fraction
 from importlib.util import find_spec
 
@@ -8,7 +9,7 @@ import torch
 from processors import save_folder
 
 from zero3d.data.image_rules import DOCUMENT, IMAGE, PART, Rule, Rules, find_rules
-from zero3d.data.images import Vision
+from zero3d.data.images import FILES, Vision, _patches
 from zero3d.errors import ConfigError
 from zero3d.models.images import give_blank_image, image_inputs
 
@@ -88,6 +89,32 @@ def test_rows_that_nothing_counts_are_joined_and_not_cut():
     assert rules.concatenate(outputs)["pixel_values"].shape == (4, 2)
     with pytest.raises(ValueError, match="nothing tells how many rows of pixel_values an image has"):
         rules.split(rules.concatenate(outputs), [[1], [1]])
+    of_documents = find_rules(lambda documents: {"pixel_values": torch.ones(3 * len(documents), 2)}, ["pixel_values"])
+    with pytest.raises(ValueError, match="nothing tells how many rows of pixel_values an image has"):
+        of_documents.split({"pixel_values": torch.ones(6, 2)}, [[2], [1]])
+
+
+def test_what_counts_rows_may_be_counted_itself():
+    def process(documents):
+        large = [image.width > 200 for images in documents for image in images]
+        tiles = torch.tensor([1 + each for each in large])
+        sizes = torch.tensor([[2, 3 + 2 * each] for each in large]).repeat_interleave(tiles, 0)
+        return {"pixel_values": torch.ones(int(sizes.prod(1).sum()), 4), "sizes": sizes, "tiles": tiles}
+
+    rules = find_rules(process, ["pixel_values"])
+    assert {name: rule.counts for name, rule in rules.of.items()} == {
+        "pixel_values": "sizes", "sizes": "tiles", "tiles": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "rule", "patches"), [
+    ((12, 5), Rule(PART, counts="grid", per=Fraction(3)), 4),
+    ((1, 7, 3, 28, 28), Rule(DOCUMENT), 7),
+    ((1, 3, 28, 28), Rule(IMAGE), 1),
+    ((1, 1024, 588), Rule(IMAGE), 1024),
+])  # fmt: skip
+def test_patches_are_as_many_as_counted_or_those_of_all_tiles(shape, rule, patches):
+    assert _patches(shape, rule) == patches
 
 
 def test_rows_of_which_every_image_has_as_many_are_cut():
@@ -139,6 +166,21 @@ def test_a_conversation_of_more_images_than_a_processor_takes_is_told(vision):
     assert vision.tokens([(64, 64)]) > 0
     with pytest.raises(ValueError, match="GotOcr2Processor takes one image a conversation, not 2"):
         vision.tokens([(64, 64), (40, 60)])
+
+
+@pytest.mark.parametrize("vision", ["paligemma"], indirect=True)
+def test_what_is_asked_behind_an_answer_sees_only_what_comes_before(vision):
+    labels = torch.tensor([-100, -100, 5, -100, 7, -100])
+    assert vision.kinds(torch.arange(6), labels)["token_type_ids"].tolist() == [0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("vision", ["llava_next"], indirect=True)
+def test_a_processor_with_other_settings_has_another_fingerprint(vision):
+    before = vision.fingerprint
+    assert vision.fingerprint == before
+    file = next(vision.folder / name for name in FILES if (vision.folder / name).is_file())
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rescale_factor": 0.5}))
+    assert vision.fingerprint != before
 
 
 @pytest.mark.parametrize("vision", ["qwen3_vl"], indirect=True)

@@ -94,6 +94,18 @@ def test_a_micro_batch_for_kernels_without_masks_is_one_row_of_tokens_and_leaves
     assert all(row[name].equal(value) for name, value in images.items())
 
 
+@pytest.mark.parametrize("made", [
+    None, torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), torch.full((1, 1, 6, 6), torch.finfo(torch.float).min).triu(1),
+])  # fmt: skip
+def test_masks_end_with_documents_in_whatever_form_the_model_makes_them(made):
+    masks = DocumentMasks(lambda *_, **__: made, ("token_type_ids",), False, None, torch.float)
+    text, time = torch.tensor([0, 1, 2, 3, 0, 1]), torch.tensor([0, 1, 1, 1, 0, 1])
+    row = {"input_ids": torch.ones(1, 6).long(), "token_type_ids": torch.tensor([[0, 1, 1, 1, 0, 0]])}
+    mask = masks.of_documents(row | {"position_ids": torch.stack([text, time, time, time])[:, None]})["attention_mask"]
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    assert seen[0, 0].equal(torch.block_diag(torch.ones(4, 4), torch.ones(2, 2)).bool().tril())
+
+
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("paligemma", marks=pytest.mark.long)])
 def test_blocks_of_images_that_transformers_looks_up_in_another_document_are_found(monkeypatch, name):
     monkeypatch.setattr(packing_images, "_found", {})
