@@ -6,6 +6,8 @@ on torch's and the CPU's instructions; that they are equal to each other does no
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
@@ -142,6 +144,30 @@ def families() -> str:
     """What each type of transformers supports; a dash where a question does not arise."""
     head, *rows = (line.split() for line in results("families")[0].splitlines())
     return table([f"`{name}`" for name in head], [[f"`{kind}`", *answers] for kind, *answers in rows])
+
+
+def vision_types() -> str:
+    """What became of each type of images and text, as the package carries it."""
+    found = load("vision-types")
+    rows = [[f"`{row['type']}`", *list(row.values())[1:]] for row in found["runs"][0]["result"]["types"]]
+    return table(["`model_type`", "trained", "packed", "`pp`", "`tp`", "processor", "why"], rows)
+
+
+def vision_counts() -> str:
+    """How many types have each verdict, with what, and when."""
+    found = load("vision-types")
+    result = found["runs"][0]["result"]
+    counts = Counter(row["trained"] for row in result["types"])
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    return f"{len(result['types'])} types of transformers {result['transformers']}, on {found['date']}: {said}."
+
+
+def packaged_types() -> str:
+    """What the package carries of it, a type a line."""
+    found = load("vision-types")
+    result = found["runs"][0]["result"]
+    lines = ",\n".join(json.dumps(row) for row in result["types"])
+    return f'{{"transformers": "{result["transformers"]}", "date": "{found["date"]}", "types": [\n{lines}\n]}}\n'
 
 
 def plan_llava() -> str:
@@ -349,6 +375,8 @@ EXACT: dict[str, Callable[[], str]] = {
     "offload-places": offload_places,
     "theory": theory,
     "families": families,
+    "vision-types": vision_types,
+    "vision-counts": vision_counts,
     "plan-72b": plan_72b,
     "plan-llava": plan_llava,
     "plan-llava-job": plan_llava_job,

@@ -133,6 +133,7 @@ RECIPES = {
         ),
         Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False, repeats=True),
         Recipe("families", ("zero3d models --families",), timed=False),
+        Recipe("vision-types", ("python benchmarks/vision_types.py --json OUT",), timed=False),
         Recipe("plan-llava", tuple(f"{_LLAVA} --gpus {gpus}" for gpus in (1, 2, 4)), timed=False, repeats=True),
         Recipe(
             "plan-llava-job",

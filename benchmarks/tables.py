@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from demo_curves import draw
-from figures_exact import EXACT
+from figures_exact import EXACT, packaged_types
 from figures_faults import FAULTS
 from figures_gpu import GPU
 from figures_measured import MEASURED, stamp
@@ -40,6 +40,7 @@ from stage_picture import draw_stages
 DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 STAMP = "from-"
+TYPES = ROOT / "src" / "zero3d" / "tools" / "vision" / "types.json"
 ACCURACY = RESULTS / "planner_accuracy.txt"
 CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
 STAGES = ROOT / "docs" / "stages.png"
@@ -98,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path.write_text(written(path.read_text()))
         ACCURACY.write_text(accuracy_text())
         DOCTORS.write_text(doctors())
+        TYPES.write_text(packaged_types())
         draw(CURVES, PICTURE)
         draw_stages(STAGES)
         draw_memory(MEMORY, STEP)

@@ -116,6 +116,10 @@ def test_a_missed_target_is_said():
     assert verdict([0.7], 0.8, at_least=True) == "missed"
 
 
+def test_what_the_package_carries_of_types_that_see_is_what_the_script_writes():
+    assert tables.TYPES.read_text() == tables.packaged_types(), "type: python benchmarks/tables.py --write"
+
+
 def test_what_the_doctor_carries_of_the_versions_tried_is_what_the_script_writes():
     assert tables.DOCTORS.read_text() == tables.doctors(), "type: python benchmarks/tables.py --write"
 

@@ -40,6 +40,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
         "zero3d/train/demo.yaml",
         "zero3d/tools/page/style.css",
         "zero3d/tools/doctor/tested.json",
+        "zero3d/tools/vision/types.json",
     } < wanted
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
 

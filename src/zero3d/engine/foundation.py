@@ -32,6 +32,7 @@ from zero3d.memory.cgroups import usable_cores
 from zero3d.models.blocks import UnitSpec, find_all_units
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
+from zero3d.models.image_trial import called_per_image
 from zero3d.models.written_numbers import numbers_in
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.positions import Positions
@@ -173,6 +174,8 @@ class Foundation(Resolved):
         specs, uses = find_all_units(
             partition.chunks.values(), options.units, resolved.precision.dtype, partition.experts.parameters()
         )
+        if policy.row.shards_parameters and axes.dp.size > 1:
+            uses = _as_often_on_all_ranks(partition, uses)
         done = replace(options, weights=None)  # a source keeps the last weights it made
         return cls(
             **vars(resolved) | {"options": done},
@@ -200,6 +203,23 @@ class Foundation(Resolved):
     def updated(self, spec: UnitSpec, layout: UnitLayout) -> Updated:
         """Return what this rank updates of a unit."""
         return Updated.of(layout, self.axes.shard(spec.experts).rank if self.policy.row.shards_optimizer else None)
+
+
+def _as_often_on_all_ranks(
+    partition: ModelPartition, uses: Mapping[nn.Module, list[str]]
+) -> dict[nn.Module, list[str]]:
+    """Return what modules need, where the root needs the units of those that run once an image.
+
+    Ranks have other numbers of images in a micro-batch, and must gather the same units equally often.
+    """
+    uses = dict(uses)
+    for root in partition.chunks.values():
+        many = called_per_image(root) - {root}
+        names = [name for module in uses if module in many for name in uses[module]]
+        if names:
+            uses = {module: needed for module, needed in uses.items() if module not in many}
+            uses[root] = list(dict.fromkeys([*uses.get(root, ()), *names]))
+    return uses
 
 
 def _draw(resolved: Resolved, axes: Axes, partition: ModelPartition, specs: Sequence[UnitSpec]) -> Blueprint:

@@ -37,11 +37,20 @@ def model_of(module: nn.Module) -> nn.Module:
     return model
 
 
-def sees_images(model: nn.Module) -> bool:
-    """Say whether a model is a Hugging Face vision-language model with a tower, which its config may leave out."""
+def image_model(model: nn.Module) -> Any:
+    """Return the module that makes features of images: a base model, or the encoder in one (T5Gemma 2); else None."""
     base = base_of(model_of(model))
-    vision = getattr(getattr(base, "config", None), "vision_config", None)
-    return hasattr(base, "get_image_features") and vision is not None
+    found = (module for module in (base, getattr(base, "encoder", None)) if hasattr(module, "get_image_features"))
+    return next(found, None)
+
+
+def sees_images(model: nn.Module) -> bool:
+    """Say whether a model is a Hugging Face vision-language model with a tower, which its config may leave out.
+
+    Fuyu's, Chameleon's and Emu3's have no vision_config: they always have what reads images.
+    """
+    config = getattr(image_model(model), "config", None)
+    return getattr(config, "vision_config", config) is not None
 
 
 def has_tower(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from math import prod
@@ -19,10 +20,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from zero3d.errors import ConfigError
-from zero3d.models.bases import base_of, sees_images
+from zero3d.models.bases import base_of, model_of, sees_images
 from zero3d.models.copies import copy_with, without_weights
 from zero3d.models.document_masks import TOLD_APART
-from zero3d.models.images import image_inputs, no_blank_image, tower_output, trial_image
+from zero3d.models.images import image_inputs, no_blank_image, repeated, tower_output, trial_image
 from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors, tensors_in
 
@@ -51,8 +52,7 @@ def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None
     """
     if not sees_images(model):
         return None
-    one = trial_image(model)
-    inputs = {name: t.repeat(SEQUENCES, *[1] * (t.dim() - 1)) for name, t in one.items()}
+    inputs = repeated(trial_image(model), SEQUENCES)
     try:
         features, ran = _tried(model, inputs, modules)
     except Exception as error:  # any error of its own, quoted
@@ -81,6 +81,22 @@ def check_blank_image(model: nn.Module) -> None:
         return  # in a dry run, which says so itself
     except Exception as error:  # any error of its own, quoted
         raise no_blank_image(model, error) from error
+
+
+def called_per_image(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of a tower that run more often for two images than for one: projectors, image by image.
+
+    None in a dry run of a tower that reads values.
+    """
+    if not sees_images(model):
+        return set()
+    one, whole = image_inputs(model, smallest=True), model_of(model)
+    names = dict(whole.named_modules())
+    try:
+        first, second = (Counter(_tried(whole, repeated(one, count), names)[1]) for count in (1, 2))
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return set()
+    return {module for name, module in names.items() if second[name] > first[name]}
 
 
 def _tried(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str]) -> tuple[Any, tuple[str, ...]]:

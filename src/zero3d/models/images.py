@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
-from zero3d.models.bases import base_of, model_of
+from zero3d.models.bases import image_model, model_of
 from zero3d.models.placeholders import Placeholder
 from zero3d.nested import tensors_in
 
+UNSIZED = (768, 64)  # pixels of an image for towers of any size whose config has no patches: usual, smallest
 SIDE = 448  # pixels of an image for towers that take any size
 Sides = tuple[int, int] | None  # tokens of an image, in height and width
 SMALL, WIDE = (2, 2), (2, 3)
@@ -43,6 +44,7 @@ GRIDS = ("image_grid_thw", "spatial_shapes", "target_sizes", "image_grid_hw")  #
 UNFLATTENED = ("kimi_k25", "paddleocr_vl")  # types whose processors leave a patch as it is, [3, height, width]
 SEEN = ("pixel_values", "pixel_values_videos")  # of these, too, each by a call of its own
 CALLS = "tower_calls"  # entry of a micro-batch: how often the tower runs in its forward, on every rank
+TWO_RESOLUTIONS = ("deepseek_ocr2", "unlimited_ocr")  # types whose towers are two, of which SAM is the first
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
 GIVEN = "zero3d_blank_image"  # the attribute of a base model with what its processor made
 
@@ -56,7 +58,7 @@ class _Shared(dict[str, Tensor]):
 
 def give_blank_image(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     """Keep what a model's own processor makes of a blank image [1, ...]: `image_inputs` returns it for the smallest."""
-    base: Any = base_of(model_of(model))
+    base = image_model(model)
     takes = inspect.signature(base.get_image_features).parameters
     vars(base)[GIVEN] = _Shared({name: tensor for name, tensor in inputs.items() if name in takes})
 
@@ -72,7 +74,11 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
     smallest  of the sizes that a model takes; else the largest of a list, or SIDE x SIDE where there is no list
     Raises ConfigError where a model's config does not tell the form of its images.
     """
-    base: Any = base_of(model_of(model))
+    base = image_model(model)
+    if base is None:
+        raise ConfigError(
+            f"{type(model_of(model)).__name__} has no get_image_features, which makes tokens of an image."
+        )
     if smallest and (given := vars(base).get(GIVEN)):
         return dict(given)
     return _of_config(model, SMALL if smallest else None)
@@ -87,14 +93,14 @@ def trial_image(model: nn.Module) -> dict[str, Tensor]:
     try:
         return _of_config(model, WIDE)
     except ConfigError:
-        if given := vars(base_of(model_of(model))).get(GIVEN):
+        if given := vars(image_model(model)).get(GIVEN):
             return dict(given)
         raise
 
 
 def _of_config(model: nn.Module, sides: Sides) -> dict[str, Tensor]:
     try:
-        return _image_inputs(base_of(model_of(model)), sides)
+        return _image_inputs(image_model(model), sides)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the config of {type(model_of(model)).__name__} does not describe its images "
@@ -109,7 +115,12 @@ def _image_inputs(base: Any, sides: Sides) -> dict[str, Tensor]:
     vision = getattr(config, "vision_config", None) or config
     if "image_position_ids" in takes:
         return _patches_with_places(vision, sides)
+    if "image_token_pooling" in takes:
+        return _crops_with_pooling(vision)
     channels = _first(vision, ("in_channels", "num_channels"), 3)
+    if config.model_type == "inkling_mm_model":  # channels last
+        count, side = 1 if smallest else (SIDE // vision.patch_size) ** 2, vision.patch_size
+        return {"pixel_values": torch.ones(count, vision.temporal_patch_size, side, side, channels)}
     if grid := next((name for name in GRIDS if name in takes), None):
         return _patches_with_grid(config, grid, sides)
     if config.model_type == "fuyu":
@@ -118,17 +129,18 @@ def _image_inputs(base: Any, sides: Sides) -> dict[str, Tensor]:
                 1, 1 if smallest else (SIDE // config.patch_size) ** 2, channels * config.patch_size**2
             )
         }
-    if hasattr(config, "vq_config"):
+    if vision is config and hasattr(config, "vq_config"):
         side = 2 ** len(config.vq_config.channel_multiplier) * 2 if smallest else SIDE
         sizes = {"image_sizes": torch.tensor([[side, side]])} if "image_sizes" in takes else {}
         return {"pixel_values": torch.ones(1, channels, side, side), **sizes}
-    size = vision.image_size
+    if config.model_type in TWO_RESOLUTIONS:
+        vision = vision.sam_config
+    size = getattr(vision, "image_size", UNSIZED[smallest])
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.ones(1, channels, height, width)
     if "pixel_attention_mask" in takes:
-        mask = takes["pixel_attention_mask"]
-        asked = mask.default is inspect.Parameter.empty
-        return {"pixel_values": pixels[None], **({"pixel_attention_mask": pixels[:, :1].long()} if asked else {})}
+        tiles = {"pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)} if "tile_fine_mask" in takes else {}
+        return {"pixel_values": pixels[None], **tiles}
     if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
         chosen = (min if smallest else max)(pinpoints, key=prod)
         tiles = 1 + (chosen[0] // height) * (chosen[1] // width)
@@ -141,6 +153,18 @@ def _image_inputs(base: Any, sides: Sides) -> dict[str, Tensor]:
     return {"pixel_values": pixels}
 
 
+def _crops_with_pooling(vision: Any) -> dict[str, Tensor]:
+    """Return an image of Molmo 2: two crops, the whole image and one of it, 2 x 2 patches of each to a token."""
+    height, width = (size // vision.patch_size for size in vision.image_size)
+    numbers = torch.arange(2 * height * width).view(2, height, width)
+    pooled = numbers[:, : height // 2 * 2, : width // 2 * 2].reshape(2, height // 2, 2, width // 2, 2)
+    return {
+        "pixel_values": torch.ones(2, height * width, vision.num_channels * vision.patch_size**2),
+        "image_token_pooling": pooled.transpose(2, 3).reshape(-1, 4),
+        "image_grids": torch.tensor([[height // 2, width // 2] * 2]),
+    }
+
+
 def _patches_of(sides: Sides, patch: int, merge: int) -> tuple[int, int]:
     """Return how many patches an image is high and wide."""
     high, wide = sides or [max(SIDE // patch // merge, 2)] * 2
@@ -148,10 +172,12 @@ def _patches_of(sides: Sides, patch: int, merge: int) -> tuple[int, int]:
 
 
 def _patches_with_places(vision: Any, sides: Sides) -> dict[str, Tensor]:
-    """Return an image of Gemma 4: patches beside their places."""
-    high, wide = _patches_of(sides, vision.patch_size, vision.pooling_kernel_size)
+    """Return an image of Gemma 4: patches beside their places. Those of gemma4_unified are pooled already."""
+    pooled = hasattr(vision, "model_patch_size")
+    patch, merge = (vision.model_patch_size, 1) if pooled else (vision.patch_size, vision.pooling_kernel_size)
+    high, wide = _patches_of(sides, patch, merge)
     places = torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(-1)
-    return {"pixel_values": torch.ones(1, high * wide, 3 * vision.patch_size**2), "image_position_ids": places[None]}
+    return {"pixel_values": torch.ones(1, high * wide, 3 * patch**2), "image_position_ids": places[None]}
 
 
 def _patches_with_grid(config: Any, grid: str, sides: Sides) -> dict[str, Tensor]:
@@ -163,6 +189,8 @@ def _patches_with_grid(config: Any, grid: str, sides: Sides) -> dict[str, Tensor
     high, wide = _patches_of(sides, patch, merge)
     frames = _first(vision, ("temporal_patch_size", "patch_temporal"), 1)
     shape = (channels, patch, patch) if config.model_type in UNFLATTENED else (channels * frames * patch**2,)
+    if config.model_type == "inkling2":  # a token's patches in one, channels last
+        high, wide, shape = high // merge, wide // merge, (patch * merge, patch * merge, channels)
     values = torch.ones(high * wide, *shape)
     size = torch.tensor([[high, wide]])
     if grid == "image_grid_thw":
@@ -183,7 +211,7 @@ def _first(config: Any, names: Sequence[str], otherwise: Any) -> Any:
 def patches(model: nn.Module) -> int:
     """Return how many patches one image has, as large as `image_inputs` makes it; 0 where a config does not tell."""
     try:
-        vision = base_of(model_of(model)).config.vision_config
+        vision = image_model(model).config.vision_config
         side = vision.patch_size
         height, width = (side, side) if isinstance(side, int) else side
         pixels = image_inputs(model)["pixel_values"]
@@ -198,6 +226,17 @@ def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0].rstrip(".")
 
 
+def repeated(one: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return the inputs of as many images alike, where `one` are those of one of them."""
+    many = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in one.items()}
+    if "target_sizes" in one:  # patches of all images beside each other
+        many["pixel_values"] = one["pixel_values"].repeat(1, 1, 1, count)
+    if "image_token_pooling" in one:  # numbers of patches, which go on from image to image
+        patches = one["pixel_values"].shape[:2].numel() * torch.arange(count)
+        many["image_token_pooling"] = (one["image_token_pooling"] + patches[:, None, None]).flatten(0, 1)
+    return many
+
+
 def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return what takes the place of image tokens in the language model, [..., tokens, hidden] each."""
     return list(tensors_in(tower_output(model, inputs).pooler_output))
@@ -208,10 +247,14 @@ def tower_output(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
 
     Llama 4 has its projector outside of what makes features: it comes after.
     """
-    base = base_of(model_of(model))
+    base = image_model(model)
     output = base.get_image_features(**inputs, return_dict=True)
-    if output.pooler_output is None:
+    if output.pooler_output is None and hasattr(base, "multi_modal_projector"):
         output.pooler_output = base.multi_modal_projector(output.last_hidden_state.flatten(0, -2))
+    elif output.pooler_output is None and hasattr(output, "deepstack_features"):  # Granite 4: features at blocks alone
+        output.pooler_output = output.deepstack_features[0][1]
+    elif output.pooler_output is None:  # Fuyu's only layer
+        output.pooler_output = output.last_hidden_state
     return output
 
 
@@ -255,12 +298,16 @@ class BlankImages:
         self._told: int | None = None
         self._due = self.ran = 0
         model.register_forward_pre_hook(self._hear, prepend=True, with_kwargs=True)
-        base: Any = base_of(model_of(model))
+        base = image_model(model)
         if isinstance(base.get_input_embeddings(), Placeholder):
             return  # the tower is with the first chunk of a pipeline
         self._inputs = image_inputs(model, smallest=True)
         base.register_forward_pre_hook(self._begin, with_kwargs=True)
-        base.get_decoder().register_forward_pre_hook(self._add, prepend=True, with_kwargs=True)
+        reader = base.get_encoder() if base.config.is_encoder_decoder else base.get_decoder()
+        if reader is base:  # Chameleon's blocks are in the model itself, behind its embeddings
+            base.get_input_embeddings().register_forward_hook(self._add_to)
+        else:
+            reader.register_forward_pre_hook(self._add, prepend=True, with_kwargs=True)
 
     def _hear(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Take the entry that no model knows."""
@@ -282,19 +329,26 @@ class BlankImages:
         self.ran += calls if torch.is_grad_enabled() else 0
 
     def _add(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        due, self._due = self._due, 0
-        if not due:
+        if not self._due:
             return None
         try:
             embedded: Tensor = kwargs["inputs_embeds"]
+        except KeyError as error:
+            raise no_blank_image(self._model, error) from error
+        return args, kwargs | {"inputs_embeds": self._add_to(decoder, args, embedded)}
+
+    def _add_to(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+        due, self._due = self._due, 0
+        if not due:
+            return embedded
+        try:
             inputs = {
                 name: t.to(embedded if t.is_floating_point() else embedded.device) for name, t in self._inputs.items()
             }
             features = [t for _ in range(due) for t in _read_features(tower_output(self._model, inputs))]
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise no_blank_image(self._model, error) from error
-        blank = torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
-        return args, kwargs | {"inputs_embeds": embedded + blank}
+        return embedded + torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
 
 
 def calls_of(given: Mapping[str, Any]) -> int:
@@ -304,7 +358,7 @@ def calls_of(given: Mapping[str, Any]) -> int:
 
 def tower_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the parameters of a vision-language model outside its language model and head, with their names."""
-    base: Any = base_of(model_of(model))
+    base = image_model(model)
     of_text = {*base.get_decoder().parameters(), *base.get_input_embeddings().parameters()}
     tower = set(base.parameters()) - of_text
     return {p: name for name, p in model.named_parameters() if p in tower}

@@ -1,4 +1,7 @@
-"""`zero3d models [PATH | PRESET | TYPE]`: what a model supports, by the engine's own checks; no weights, no ranks."""
+"""`zero3d models [PATH | PRESET | TYPE]`: what a model supports, by the engine's own checks, without its weights.
+
+A type of images and text is also tried: a tiny model of it trains on two ranks of this machine.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,12 @@ from zero3d.spec.text import columns, count
 from zero3d.tools.cli.preflight import check_transformers
 from zero3d.tools.cli.train import quiet_libraries
 from zero3d.tools.cli.worker import quiet_environment
+from zero3d.tools.vision.table import Table, as_text, read
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from zero3d.train.setup.support import Support
+    from zero3d.train.setup.support import Row, Support
 
 WIDTH = 100
 ANSWERS = {True: "yes", False: "no", None: "-"}
@@ -41,19 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answer for every language model type of transformers, with its usual sizes; takes minutes",
     )
+    parser.add_argument(
+        "--vision",
+        action="store_true",
+        help="which model types of images and text are trained, packed, cut: what was tried for this version",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the answers. Raises ConfigError."""
-    if arguments.model is not None and arguments.families:
-        raise ConfigError("zero3d models answers for one model or for --families: leave one of the two out.")
+    if (arguments.model is not None) + arguments.families + arguments.vision > 1:
+        raise ConfigError("zero3d models answers for one model, for --families or for --vision: leave the others out.")
+    if arguments.vision:
+        print(json.dumps(_vision_as_json(read())) if arguments.json else as_text(read()))
+        return 0
     if arguments.model is None and not arguments.families:
         print(json.dumps({"presets": list(PRESETS)}) if arguments.json else _presets())
         return 0
     check_transformers(Model(path=arguments.model or "demo"))
     quiet_environment()
     quiet_libraries()
+    from zero3d.tools.vision.tiny import types
     from zero3d.train.setup.support import support_of, with_text_part
 
     if arguments.families:
@@ -63,8 +76,26 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.model)
     at = folder if os.path.isdir(folder) else None
     found = with_text_part(support_of(_bare(arguments.model), at), _text_support(arguments.model, at))
-    print(json.dumps(_as_json(found)) if arguments.json else _as_text(found))
+    if not os.path.exists(arguments.model) and arguments.model in types():
+        found = found._replace(rows=(*found.rows, _trained(arguments.model)))
+    print(json.dumps(_as_json(found)) if arguments.json else _support_text(found))
     return 0
+
+
+def _trained(kind: str) -> Row:
+    """Return the answer of a trial of a type, which takes seconds."""
+    from zero3d.tools.vision.trial import TRAINED, UNTRIED, trial
+    from zero3d.train.setup.support import Row
+
+    found = trial(kind)
+    if found.verdict == TRAINED:
+        said = "at stage 3 on two ranks, of which one has no image, a tiny model of the type equals plain PyTorch"
+        return Row("trained", True, said)
+    return Row("trained", None if found.verdict == UNTRIED else False, "", f"{found.verdict}: {found.why}")
+
+
+def _vision_as_json(table: Table) -> dict[str, Any]:
+    return {**table._asdict(), "types": [row._asdict() for row in table.types]}
 
 
 def _text_support(name: str, folder: Path | None) -> Support | None:
@@ -147,7 +178,7 @@ def fit_tower(config: Any) -> None:
             setattr(config, name, text.vocab_size - 1)
 
 
-def _as_text(found: Support) -> str:
+def _support_text(found: Support) -> str:
     lines = [f"{found.model}: {count(found.parameters)} parameters, {found.blocks or 'no blocks'}", ""]
     for row in found.rows:
         said = row.refusal or row.what
