@@ -46,7 +46,7 @@ def processor(kind: str) -> str:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as NAMES
 
     classes = NAMES.get(kind) or {}
-    if any(name.endswith("Pil") for name in classes.values() if name):
+    if classes.get("pil"):
         return "yes"
     return next((package for package, name in classes.items() if name), "-")
 

@@ -6,7 +6,7 @@ That is options, axes, this rank's share of the model, the order of sums, and th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from socket import gethostname
 from zlib import crc32
@@ -161,6 +161,7 @@ class Foundation(Resolved):
         if (compiles := compile_options(options.compile)) is not None:
             compile_blocks(model, **compiles)
         policy = Policy.of(resolved.spec)
+        often = called_per_image(model) if policy.row.shards_parameters and axes.dp.size > 1 else set()
         partition = partition_model(model, resolved, policy, axes.tp, axes.ep, axes.ledger)
         if options.weights is not None:
             for root in (model, *partition.chunks.values()):
@@ -174,8 +175,7 @@ class Foundation(Resolved):
         specs, uses = find_all_units(
             partition.chunks.values(), options.units, resolved.precision.dtype, partition.experts.parameters()
         )
-        if policy.row.shards_parameters and axes.dp.size > 1:
-            uses = _as_often_on_all_ranks(partition, uses)
+        uses = _as_often_on_all_ranks(partition, often, uses)
         done = replace(options, weights=None)  # a source keeps the last weights it made
         return cls(
             **vars(resolved) | {"options": done},
@@ -206,18 +206,17 @@ class Foundation(Resolved):
 
 
 def _as_often_on_all_ranks(
-    partition: ModelPartition, uses: Mapping[nn.Module, list[str]]
+    partition: ModelPartition, often: Set[nn.Module], uses: Mapping[nn.Module, list[str]]
 ) -> dict[nn.Module, list[str]]:
-    """Return what modules need, where the root needs the units of those that run once an image.
+    """Return what modules need, where the root needs the units of those that run once an image (`often`).
 
     Ranks have other numbers of images in a micro-batch, and must gather the same units equally often.
     """
     uses = dict(uses)
     for root in partition.chunks.values():
-        many = called_per_image(root) - {root}
-        names = [name for module in uses if module in many for name in uses[module]]
-        if names:
-            uses = {module: needed for module, needed in uses.items() if module not in many}
+        inner = often & {*root.modules()} - {root}
+        if names := [name for module in uses if module in inner for name in uses[module]]:
+            uses = {module: needed for module, needed in uses.items() if module not in inner}
             uses[root] = list(dict.fromkeys([*uses.get(root, ()), *names]))
     return uses
 

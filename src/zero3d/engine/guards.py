@@ -14,7 +14,7 @@ the program's own over them would train nothing: torch's hook ahead of all optim
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -39,11 +39,16 @@ _owned = WeakTensorKeyDictionary()  # parameters whose gradients an engine takes
 
 def is_guarded(model: nn.Module) -> bool:
     """Return whether an engine already owns this model or a part of it."""
-    return any(MARK in vars(module) for module in model.modules()) or any(map(is_placeholder, model.parameters()))
+    return any(MARK in vars(module) for module in _own(model)) or any(map(is_placeholder, model.parameters()))
+
+
+def _own(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that have parameters: others may be in several models, as transformers' functions are."""
+    return (module for module in model.modules() if next(module.parameters(), None) is not None)
 
 
 def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callable[[Unit], bool]) -> None:
-    """Install the refusals on every module of the model. `opened` says whether a unit is inside full_params()."""
+    """Install the refusals on every module with parameters. `opened` says whether a unit is inside full_params()."""
 
     def refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         for name, p in module.named_parameters(prefix.rstrip("."), recurse=False):
@@ -71,7 +76,7 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
             "trainer.accelerator.close_engine(), of Lightning's: trainer.strategy.close_engine())."
         )
 
-    for module in model.modules():
+    for module in _own(model):
         module.register_state_dict_pre_hook(refuse_read)  # type: ignore[no-untyped-call]
         module.register_state_dict_post_hook(detach_copies)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(refuse_write)  # type: ignore[no-untyped-call]
@@ -149,7 +154,7 @@ def guard_rest(model: nn.Module, kept: Set[nn.Parameter], why: str = CUT_INTO_ST
         raise ReleasedParameterError(f"this {type(model).__name__} {why}")
 
     model.register_forward_pre_hook(refuse)  # its modules' own forwards may be wrapped into those of the chunks
-    for module in model.modules():
+    for module in _own(model):
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         setattr(module, MARK, refuse)

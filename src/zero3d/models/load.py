@@ -33,9 +33,11 @@ Rows = tuple[int, int | None]
 class Recipe:
     """How parameters are made from a file's tensors: `converter` is None for a plain one.
 
+    target   the parameter, or the first one of several that the converter makes
     sources  (pattern of the converter, key in the files), in the order the converter wants
     """
 
+    target: str
     converter: Any = None
     sources: list[tuple[str, str]] = field(default_factory=list)
 
@@ -69,7 +71,7 @@ class FileWeights:
             rows, box = box[0], ((0, box[0][1] - box[0][0]), *box[1:])
         if self._latest[0] is not recipe or self._latest[1] != rows:
             self._latest = (None, rows, {})  # frees what was converted before
-            self._latest = (recipe, rows, self._convert(recipe, name, *rows))
+            self._latest = (recipe, rows, self._convert(recipe, *rows))
         return self._latest[2][name][slices(box)]
 
     @property
@@ -102,16 +104,16 @@ class FileWeights:
 
     # --- reading ------------------------------------------------------------------------------------
 
-    def _convert(self, recipe: Recipe, name: str, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
+    def _convert(self, recipe: Recipe, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
         """Return the converter's results; with `first` and `last` only from those tensors of each pattern."""
         chosen = [pair for group in _by_pattern(recipe.sources).values() for pair in group[first:last]]
-        return self._run(recipe, name, [(pattern, key, self._files.tensor(key)) for pattern, key in chosen])
+        return self._run(recipe, [(pattern, key, self._files.tensor(key)) for pattern, key in chosen])
 
-    def _run(self, recipe: Recipe, name: str, tensors: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+    def _run(self, recipe: Recipe, tensors: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
         converter = copy.deepcopy(recipe.converter)
         for pattern, key, tensor in tensors:
-            converter.add_tensor(name, key, pattern, tensor)
-        results = converter.convert(name, model=self._model, config=getattr(self._model, "config", None))
+            converter.add_tensor(recipe.target, key, pattern, tensor)
+        results = converter.convert(recipe.target, model=self._model, config=getattr(self._model, "config", None))
         return {target: value[0] if isinstance(value, list) else value for target, value in results.items()}
 
     # --- names and shapes ---------------------------------------------------------------------------
@@ -124,17 +126,17 @@ class FileWeights:
         for key in sorted(self._files.names(), key=_natural):
             target, converter, pattern = rename(key)
             if target in shapes:
-                recipe = recipes.setdefault(target, Recipe(converter))
+                recipe = recipes.setdefault(target, Recipe(target, converter))
                 recipe.sources.append((pattern, key))
             else:
                 unused.append(key)
-        for target, recipe in list(recipes.items()):
+        for recipe in list(recipes.values()):
             if recipe.converter is not None:
                 on_meta = [
                     (pattern, key, torch.empty(self._files.shape(key), device="meta"))
                     for pattern, key in recipe.sources
                 ]
-                recipes |= dict.fromkeys(self._run(recipe, target, on_meta), recipe)
+                recipes |= dict.fromkeys(self._run(recipe, on_meta), recipe)
         return recipes, unused
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -181,7 +183,7 @@ class FileWeights:
         on_meta = [
             (pattern, key, torch.empty(self._files.shape(key), device="meta")) for pattern, key in recipe.sources
         ]
-        return tuple(self._run(recipe, name, on_meta)[name].shape)
+        return tuple(self._run(recipe, on_meta)[name].shape)
 
     def _fill_buffers(self) -> None:
         for name, buffer in self._model.named_buffers():

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.tools.vision.tiny import micro_batch, tiny_model
@@ -113,7 +114,7 @@ def train_plain(model: nn.Module, batches: Sequence[Sequence[dict[str, Tensor]]]
 
 def train_engine(model: nn.Module, batches: Sequence[Sequence[dict[str, Tensor]]]) -> list[Step]:
     """Return the same steps of an engine at stage 3, whose ranks have a micro-batch each."""
-    engine = Engine(model, stage=3, precision="fp32", clip_norm=CLIP, optimizer=_sgd)
+    engine = Engine(model, mesh=Mesh(device="cpu"), stage=3, precision="fp32", clip_norm=CLIP, optimizer=_sgd)
     steps = []
     for step in batches:
         loss = engine(**step[dist.get_rank()], use_cache=False).loss
@@ -162,8 +163,10 @@ def _difference(before: dict[str, Tensor], wanted: Sequence[Step], found: Sequen
 
 def _rank(kind: str, rank: int, store: str, end: Connection) -> None:
     """Run a rank in a process of its own, and send what it finds."""
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+    from transformers.utils import logging as quiet_transformers
+
     warnings.filterwarnings("ignore")
+    quiet_transformers.set_verbosity_error()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     end.send(tuple(on_this_rank(kind)))
