@@ -34,9 +34,7 @@ def picture(shown, curves, distances, near, file):
         losses.plot(steps, curve, color=colour, linewidth=width, linestyle=dashes, label=name)
         if name in distances:
             apart.plot(steps, [max(d, EQUAL) for d in distances[name]], color=colour, marker=".", label=name)
-    losses.set(
-        title="losses of the same steps on the same packed rows, split in four ways", xlabel="step", ylabel="loss"
-    )
+    losses.set(title="the same packed steps, split in four ways", xlabel="step", ylabel="loss")
     apart.axhline(near, color="crimson", linewidth=1)
     apart.text(1, near * 1.15, "above this line the demo fails", color="crimson", fontsize=9)
     apart.set(
