@@ -42,6 +42,19 @@ class Recipe:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
 
+class _AsBuilt:
+    """A model with the shapes in which it was built, for converters that go by them: ranks have cut its parameters."""
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._model, self._shapes = model, shapes
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 class FileWeights:
     """Reads parameters of `model` (as `build` gives it) from a folder's safetensors.
 
@@ -113,7 +126,8 @@ class FileWeights:
         converter = copy.deepcopy(recipe.converter)
         for pattern, key, tensor in tensors:
             converter.add_tensor(recipe.target, key, pattern, tensor)
-        results = converter.convert(recipe.target, model=self._model, config=getattr(self._model, "config", None))
+        model, config = _AsBuilt(self._model, self._shapes), getattr(self._model, "config", None)
+        results = converter.convert(recipe.target, model=model, config=config)
         return {target: value[0] if isinstance(value, list) else value for target, value in results.items()}
 
     # --- names and shapes ---------------------------------------------------------------------------
