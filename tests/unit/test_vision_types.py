@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zero3d
+from zero3d.models.images import tower_parameters
 from zero3d.tools.cli import models
 from zero3d.tools.cli.main import main
 from zero3d.tools.vision import trial as trials
@@ -155,3 +156,7 @@ def test_an_image_has_as_many_tokens_as_its_features():
     batch = micro_batch(model, torch.Generator(), images=(2, 1))
     one = {"pixel_values": torch.ones(16, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     assert (batch["input_ids"] == IMAGE).sum(1).tolist() == [2 * image_tokens(model, one), image_tokens(model, one)]
+
+
+def test_a_tower_beside_blocks_in_the_model_itself_is_found():
+    assert {name.split(".")[1] for name in tower_parameters(tiny_model("chameleon")).values()} == {"vqmodel"}

@@ -359,6 +359,9 @@ def calls_of(given: Mapping[str, Any]) -> int:
 def tower_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the parameters of a vision-language model outside its language model and head, with their names."""
     base = image_model(model)
-    of_text = {*base.get_decoder().parameters(), *base.get_input_embeddings().parameters()}
-    tower = set(base.parameters()) - of_text
+    if base.get_decoder() is base:  # Chameleon's blocks are in the model itself, beside a model that is its tower
+        tower = {p for child in base.children() if hasattr(child, "config") for p in child.parameters()}
+    else:
+        of_text = {*base.get_decoder().parameters(), *base.get_input_embeddings().parameters()}
+        tower = set(base.parameters()) - of_text
     return {p: name for name, p in model.named_parameters() if p in tower}
