@@ -3,7 +3,7 @@
 # make demo-qlora  the same with a base of 4 bits beside the adapters   (1 minute)
 # make demo-vlm  a tiny Qwen3-VL: the same losses in four ways, in full, then adapters on fp32 and on 4 bits   (4 minutes)
 # make demo-grpo  a tiny model learns to sort from rewards: two training ranks, and a sampler that gets their weights   (2 minutes)
-# make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
+# make test      what CI runs: lint, types, tests                  (5 minutes on 2 quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (4 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
 # make test CPU=noise  the tests as on another CPU: avx2 and default have kernels without AVX-512 or AVX2, noise draws the last
