@@ -3,9 +3,9 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,19 +22,29 @@ from zero3d.tools.cli.main import main
 
 pytestmark = pytest.mark.long
 KILLS = 20
+# An upload whose process kills itself at a call of a function, whichever thread makes it; without one it tells how many it made.
 UPLOAD = """
-import sys
+import itertools, os, signal, sys, threading
 from pathlib import Path
 from zero3d.checkpoint.copies import Copies
 
-url, folder = sys.argv[1], Path(sys.argv[2])
+url, folder, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+calls, begun = itertools.count(1), False
+
+def count(frame, event, argument):
+    if begun and event in ("call", "c_call") and next(calls) == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+threading.setprofile(count)
+sys.setprofile(count)
 copies = Copies(url)
 copies.look()
-print("ready", flush=True)
+begun = True
 copies.make_way(int(folder.name.removeprefix("step-")))
 copies.upload(folder, ["rank-00000.safetensors", "rank-00000.json"])
 copies.commit(folder)
-print("done", flush=True)
+begun = False
+print(next(calls))
 """
 
 
@@ -82,29 +92,25 @@ def upload(url, folder):
     copies.commit(folder)
 
 
-def killed(url, folder, delay):
-    """Upload in a process of its own that is killed so many seconds after it began; whether it was done, and how long."""
-    command = [sys.executable, "-c", UPLOAD, url, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        begun = time.monotonic()
-        if delay is not None:
-            time.sleep(delay)
-            process.kill()
-        return process.stdout.readline() == "done\n", time.monotonic() - begun
+def upload_killed_at(url, folder, call=0):
+    """Upload in a process of its own that is killed at that call: how many calls it made where it came to its end."""
+    command = [sys.executable, "-c", UPLOAD, url, str(folder), str(call)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert ended.returncode in (0, -signal.SIGKILL)
+    return int(ended.stdout or 0)
 
 
 def uploads_that_are_killed(url, saved):
-    """The steps that are found after each of twenty kills at moments that differ, the first of them at once."""
+    """The steps that are found after each of twenty kills at calls that differ, the first call among them."""
     first, second = saved
     upload(url, first)
-    done, whole = killed(url, second, None)
-    assert done
+    calls = upload_killed_at(url, second)
+    assert calls > KILLS
     ends = []
     for number in range(KILLS):
         Copies(url).prune(1, keep=1, best=None)
         assert list(Copies(url).look().steps) == [1]
-        done, _ = killed(url, second, whole * (number / KILLS) ** 2)
+        done = upload_killed_at(url, second, 1 + calls * number // KILLS)
         place = located(url)
         assert examine(place).faults == []
         step = int(place.name.removeprefix("step-"))
