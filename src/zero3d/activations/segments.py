@@ -42,6 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.activations.buffers import Before, as_before, buffers_of, written
 from zero3d.errors import ConfigError
+from zero3d.models.packed_documents import Told, during, told
 from zero3d.nested import map_tensors, own_containers, tensors_in
 from zero3d.rng import set_torch_rng, torch_rng
 from zero3d.zero.weights import is_placeholder
@@ -99,6 +100,7 @@ class BlockCall:
     missing  what autograd saved inside, in order
     input    its place among the kept tensors and its kept form, if it is kept otherwise (Note 6)
     buffers  the ones that it wrote, with their earlier values
+    told     what functions that mix tokens were told of its forward
     """
 
     name: str
@@ -110,6 +112,7 @@ class BlockCall:
     device: torch.device
     rng: tuple[Tensor, ...]
     autocast: list[tuple[str, torch.dtype, bool]]
+    told: Told | None
     missing: list[weakref.ref[MissingTensor]] = field(default_factory=list)
     input: tuple[int, Kept] | None = None
     buffers: list[Before] = field(default_factory=list)
@@ -179,7 +182,9 @@ def record(
     autocast = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {"cpu", device.type}
     ]
-    return BlockCall(name, block, forward, nest, sources, keeper, device, torch_rng(device), autocast, input=input)
+    return BlockCall(
+        name, block, forward, nest, sources, keeper, device, torch_rng(device), autocast, told(), input=input
+    )
 
 
 class Recorder:
@@ -245,6 +250,7 @@ class Recorder:
         try:
             with ExitStack() as stack:
                 stack.enter_context(suppress(AllFilled))
+                stack.enter_context(during(call.told))
                 for kind, dtype, enabled in call.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 set_torch_rng(call.device, call.rng)

@@ -33,6 +33,8 @@ from zero3d.models.blocks import UnitSpec, find_all_units
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
 from zero3d.models.image_trial import called_per_image
+from zero3d.models.mixing import Mixing
+from zero3d.models.packing import tell
 from zero3d.models.written_numbers import numbers_in
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.positions import Positions
@@ -128,6 +130,7 @@ class Foundation(Resolved):
     partition  this rank's share of the model
     order      in which micro-batches and ranks are summed
     sequence   the ranks that share sequences out; None where each has whole ones
+    mixing     tells the model's own convolutions, recurrences and masks where documents are; None where it has none
     notes      lines for people about the compute
     numbers    a hash of numbers in the full model's modules, as the caller built it
     specs      the units that are to be built of its parameters
@@ -139,6 +142,7 @@ class Foundation(Resolved):
     partition: ModelPartition
     order: SumOrder
     sequence: SequenceGroup | None
+    mixing: Mixing | None
     notes: tuple[str, ...]
     numbers: str
     specs: Sequence[UnitSpec]
@@ -183,6 +187,7 @@ class Foundation(Resolved):
             partition=partition,
             order=order,
             sequence=sequence,
+            mixing=tell(*partition.chunks.values()),
             notes=notes,
             numbers=numbers,
             specs=specs,

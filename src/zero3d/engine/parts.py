@@ -92,6 +92,8 @@ class Parts(Runtime):
         leave_gradients(p for _, _, p in slots)
         if self.sequence is not None:
             self.sequence.close()
+        if self.mixing is not None:
+            self.mixing.close()
         owned = {full_model.owner(name): p for _, name, p in slots if name not in full_model.tiles}
         made = self.changes.undo(values, owned, {full_model.owner(name) for _, name, p in slots if p.requires_grad})
         updated = {full_model.owner(name) for unit, name, _ in slots if unit.grads is not None}

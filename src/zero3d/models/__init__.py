@@ -16,6 +16,10 @@ placeholders.py  what stands for the modules of other model chunks
 packing.py       whether a model keeps packed documents apart; what training passes to it
 packing_trial.py two documents in a row against each alone, in a copy of a model
 packing_images.py  the same of documents with images
+mixing.py        convolutions and recurrences of packed rows, and masks made without positions
+packed_documents.py  what those functions are told of a forward: where its documents are
+convolution.py   a causal convolution that reaches back to a document's first token
+mask_code.py     what the code of a forward says: its names, whether positions make its masks
 document_masks.py  masks of rows whose images attend in both directions
 document_positions.py  positions of a document with images
 written_numbers.py  numbers in modules: those that forwards write beside buffers, a hash of all

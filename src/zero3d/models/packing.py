@@ -23,10 +23,8 @@ a micro-batch one, and the padding of each sequence is a document like others:
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +35,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError
 from zero3d.models.document_masks import DocumentMasks
+from zero3d.models.mask_code import code_of, masks_by_position, source_of
+from zero3d.models.mixing import DOCUMENTS, Mixing, check_kernels, is_told, mixers
+from zero3d.models.packed_documents import Documents
 from zero3d.models.packing_trial import Leak, Untried, copied, documents, judge
 
 MASKED = ("eager", "sdpa", "flex_attention")
@@ -44,8 +45,6 @@ M_ROPE_ROWS = 4  # of the text, of time, of height, of width
 SEEDS = (1, 2)  # of weights in a trial
 FOUR_ROWS = "position_ids.shape[0] == 4"  # in the source of a forward that takes them
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-WRAPPED = ("__func__", "__wrapped__", "func", "inner")  # attributes of methods, wrappers and partials: what they call
-MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
 class Verdict(NamedTuple):
@@ -93,6 +92,7 @@ def packing_verdict(model: nn.Module) -> Verdict:
     inner = inner_model(model)
     if why := why_at_once(inner):
         return Verdict(leak=why)
+    check_kernels(inner)
     key = key_of(inner)
     if key in _found:
         return _found[key]
@@ -113,8 +113,29 @@ def is_varlen(model: nn.Module) -> bool:
 
 
 def row_options(model: nn.Module, length: int) -> dict[str, Any]:
-    """Return what training must pass to `model` beside packed documents of at most `length`, which `as_row` reads."""
-    return {"max_length_q": length, "max_length_k": length} if is_varlen(model) else {}
+    """Return what training must pass to `model` beside packed documents of at most `length`, which `as_row` reads.
+
+    In the place of where they are, which `placed` knows of a batch, there is None.
+    """
+    options: dict[str, Any] = {"max_length_q": length, "max_length_k": length} if is_varlen(model) else {}
+    return options | ({DOCUMENTS: None} if is_told(inner_model(model)) else {})
+
+
+def tell(*roots: nn.Module) -> Mixing | None:
+    """Have a model's own convolutions, recurrences and masks told where documents are, where it has such.
+
+    roots  the model, or the chunks of a pipeline that were cut from it
+    """
+    if not any(map(is_told, roots)):
+        return None
+    return Mixing(roots, "position_ids" in _parameters(vars(roots[0]).get("_model", roots[0])))
+
+
+def placed(options: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return `row_options` with where the documents of a batch on the host are, so that no device is asked for it."""
+    if DOCUMENTS not in options or "position_ids" not in batch:
+        return dict(options)
+    return {**options, DOCUMENTS: Documents.of(batch["position_ids"])}
 
 
 def as_row(batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -181,6 +202,7 @@ def _with_blocks(model: nn.Module, few: bool) -> Verdict:
     found: Leak | None = None
     for seed in SEEDS:
         with copied(model, varlen, few, seed) as trial:
+            tell(trial)
             for rows in (1, M_ROPE_ROWS) if _is_m_rope(model) else (1,):
                 try:
                     leak = judge(trial, given_in_training(trial, varlen, rows), documents(trial))
@@ -233,7 +255,7 @@ def _given(
 
 def _by_reading(model: nn.Module, untried: str) -> Verdict:
     """Return what source code says."""
-    four = _is_m_rope(model) and any(FOUR_ROWS in _source(type(module)) for module in model.modules())
+    four = _is_m_rope(model) and any(FOUR_ROWS in source_of(type(module)) for module in model.modules())
     return Verdict(M_ROPE_ROWS if four else 1, _why_by_reading(model), untried=untried)
 
 
@@ -255,27 +277,21 @@ def key_of(model: nn.Module) -> Key | None:
         return None
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     words = [kind, str(config.get_text_config()._attn_implementation), config.to_json_string(use_diff=False)]
-    codes = frozenset((type(module), _code(module.forward)) for module in model.modules())
+    codes = frozenset((type(module), code_of(module.forward)) for module in model.modules())
     return hashlib.sha256("\n".join(words).encode()).hexdigest(), codes
-
-
-def _code(forward: Any) -> Any:
-    """Return the code of a forward inside of what wraps it; a class where it has none."""
-    while (name := next((name for name in WRAPPED if hasattr(forward, name)), None)) is not None:
-        forward = getattr(forward, name)
-    return getattr(forward, "__code__", type(forward))
 
 
 def why_at_once(model: nn.Module) -> str | None:
     """Return why packing is refused before a trial: no argument tells where documents end, or layers ignore it."""
     name = type(inner_model(model)).__name__
-    if "position_ids" not in _parameters(model):
+    own = is_told(inner_model(model))  # beside arguments
+    if not own and "position_ids" not in _parameters(model):
         return f"{name}.forward takes no position_ids, which tell documents apart"
     if is_varlen(model) and not _takes_more(model):
         return f"{name}.forward takes no cu_seq_lens_q, which tells its attention where documents end"
     config: Any = getattr(inner_model(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    if others := sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION)):
+    if not own and (others := sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))):
         return f"{name} has layers that run across documents ({', '.join(others)})"
     return None
 
@@ -286,11 +302,11 @@ def _why_by_reading(model: nn.Module) -> str | None:
     config: Any = getattr(inner_model(model), "config", None)
     if not hasattr(config, "_attn_implementation"):
         return None
-    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+    if not mixers(model) and any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return f"{name} has layers that run across documents (convolutions)"
     kinds = {type(module) for module in model.modules()}
-    verdicts = [verdict for kind in kinds if (verdict := _masks_by_position(kind)) is not None]
-    if not verdicts or not all(verdicts):
+    verdicts = [verdict for kind in kinds if (verdict := masks_by_position(kind)) is not None]
+    if not is_told(model) and (not verdicts or not all(verdicts)):
         return f"{name} does not make its attention mask from position_ids"
     return None
 
@@ -309,45 +325,3 @@ def _takes_more(model: nn.Module) -> bool:
 
 def _parameters(model: nn.Module) -> set[str]:
     return set(inspect.signature(inner_model(model).forward).parameters)
-
-
-def _masks_by_position(kind: type[nn.Module]) -> bool | None:
-    """Return whether all masks that this class's forward makes get position_ids; None if it makes none."""
-    try:
-        tree = ast.parse(textwrap.dedent(_source(kind)))
-    except SyntaxError:
-        return None
-    makers = set(MASKS)  # and the local names that one of them was given
-    makers |= {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and (_names(node.value) - _called(node.value)) & makers
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _names(node.func) & makers]
-    if not calls:
-        return None
-    collected = any(isinstance(node, ast.Constant) and node.value == "position_ids" for node in ast.walk(tree))
-    return all(_passes_positions(call, collected) for call in calls)
-
-
-def _source(kind: type[nn.Module]) -> str:
-    """Return the source of a class's forward, "" where there is none."""
-    try:
-        return inspect.getsource(inspect.unwrap(kind.forward))
-    except (OSError, TypeError):
-        return ""
-
-
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def _called(tree: ast.AST) -> set[str]:
-    return {name for node in ast.walk(tree) if isinstance(node, ast.Call) for name in _names(node.func)}
-
-
-def _passes_positions(call: ast.Call, collected: bool) -> bool:
-    """Return whether a call passes position_ids: by name, or in `**options` that were put together before."""
-    return any(word.arg == "position_ids" or (word.arg is None and collected) for word in call.keywords)

@@ -28,7 +28,7 @@ from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values, nothing
 from zero3d.models.images import CALLS
-from zero3d.models.packing import as_row
+from zero3d.models.packing import as_row, placed
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.criterion import Criterion
@@ -357,7 +357,8 @@ class Loop:
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return a batch where the engine computes, a row where attention needs one, with every forward's options."""
         row, device = as_row(batch, self._options), self.engine.mesh.device
-        return {**{name: to_device(tensor, device) for name, tensor in row.items()}, **self._options}
+        options = placed(self._options, row)
+        return {**{name: to_device(tensor, device) for name, tensor in row.items()}, **options}
 
     # --- the held-out part --------------------------------------------------------------------------
 

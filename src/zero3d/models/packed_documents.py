@@ -1,0 +1,128 @@
+"""The documents of a packed micro-batch, for functions that mix tokens; and which forward's they are.
+
+    positions   0 1 2 3 0 1 | 0 0 1 0 1 2       [B, T], here 2 x 6
+    spans       (0, 0, 4) (0, 4, 6) | (1, 0, 1) (1, 1, 3) (1, 3, 6)      row, first token, end
+    places      0 1 2 3 0 1 | 0 0 1 0 1 2       in the document, whatever positions begin with
+    numbers     0 0 0 0 1 1 | 0 1 1 2 2 2       of a row's documents
+    ends        0 4 6 7 9 12                    in one row of all
+
+A function is shared by all models of a file, and a recomputed forward runs behind newer ones. So what is told belongs
+to the forward: `during` says it inside, and recomputation says it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Span = tuple[int, int, int]
+
+
+class Documents:
+    """Says where documents are in a micro-batch: known on the host, and where its positions are.
+
+    spans      of all documents, row by row
+    positions  [B, T] as the model was given them; those of text, where there are several rows
+    """
+
+    def __init__(self, spans: tuple[Span, ...], positions: Tensor) -> None:
+        self.spans, self.positions = spans, positions
+
+    @classmethod
+    def of(cls, positions: Tensor) -> Documents | None:
+        """Return those of positions [B, T], or [4, B, T] of M-RoPE models; None where every row is one document.
+
+        One begins with each row, and where positions do not rise by one. Reads the device.
+        """
+        positions = positions[0] if positions.dim() == 3 else positions
+        if isinstance(positions, FakeTensor) or positions.dim() != 2:
+            return None
+        begins = (positions.diff() != 1).tolist()
+        spans: list[Span] = []
+        for row, found in enumerate(begins):
+            starts = [0, *(place + 1 for place, is_begin in enumerate(found) if is_begin)]
+            spans += zip([row] * len(starts), starts, [*starts[1:], positions.shape[1]], strict=True)
+        return None if len(spans) == positions.shape[0] else cls(tuple(spans), positions)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens of each."""
+        rows, tokens = self.positions.shape
+        return rows, tokens
+
+    def to(self, positions: Tensor) -> Documents:
+        """Return the same documents beside positions where a forward has them."""
+        return Documents(self.spans, positions[0] if positions.dim() == 3 else positions)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Return each token's place in its document, int32 [B, T]."""
+        return (
+            torch.cat([torch.arange(stop - start, dtype=torch.int32) for _, start, stop in self.spans])
+            .view(self.shape)
+            .to(self.positions.device)
+        )
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Return which of its row's documents each token is of, int32 [B, T], as kernels' `seq_idx`."""
+        begins = self.places == 0
+        return (begins.cumsum(-1) - 1).to(torch.int32)
+
+    @cached_property
+    def ends_on_host(self) -> Tensor:
+        """Return where documents end in one row of all, and 0 before: int64 [documents + 1], on the CPU."""
+        lengths = torch.tensor([0, *(stop - start for _, start, stop in self.spans)])
+        return lengths.cumsum(0)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Return the same where positions are, as kernels' `cu_seqlens`. One tensor for all layers."""
+        return self.ends_on_host.to(self.positions.device)
+
+
+class Told(NamedTuple):
+    """Says what functions that mix tokens must know of the forward that calls them.
+
+    documents  of a packed micro-batch; None where every row is one document
+    in_pieces  modules that fused kernels would go past, taking weights out of them, are to be called
+    """
+
+    documents: Documents | None = None
+    in_pieces: bool = False
+
+
+_told: ContextVar[Told | None] = ContextVar("told", default=None)
+
+
+def told() -> Told | None:
+    """Return what the forward under way was told; None outside of those that are told anything."""
+    return _told.get()
+
+
+@contextmanager
+def during(what: Told | None) -> Iterator[None]:
+    """Tell functions that mix tokens, inside."""
+    token = _told.set(what)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def carried(function: Any) -> Any:
+    """Return a function that is told whenever it is called what is told now, as a recomputed forward must be."""
+    now = told()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with during(now):
+            return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,82 @@
+"""Tiny models whose layers mix tokens by recurrences and convolutions, by type; and arithmetic that stays in fp64."""
+
+import torch
+from families import CONFIGS, SIZES
+from torch.overrides import TorchFunctionMode
+
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+KIMI = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8,
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
+}  # fmt: skip
+MAMBA = {"state_size": 8, "time_step_rank": 4}
+HYBRIDS = {
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
+    "qwen3_5_moe_text": DELTA,
+    "olmo_hybrid": DELTA | {"linear_num_key_heads": 4},
+    "kimi_linear": KIMI,
+    "bailing_hybrid": KIMI,
+    "mamba": MAMBA,
+    "falcon_mamba": MAMBA,
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "expand": 2, "chunk_size": 8},
+    "bamba": CONFIGS["bamba"],
+    "falcon_h1": CONFIGS["falcon_h1"],
+    "granitemoehybrid": CONFIGS["bamba"] | {"layer_types": ["mamba", "attention"], "num_local_experts": 0,
+                                            "shared_intermediate_size": 48},
+    "jamba": CONFIGS["jamba"],
+    "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8,
+                   "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8, "head_dim": 8},
+    "zamba2": CONFIGS["zamba2"],
+    "lfm2": CONFIGS["lfm2"],
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 16, "num_dense_layers": 2},
+    "lfm3": CONFIGS["lfm2"],
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "block_size": 8,
+                "num_local_experts": 2},
+    "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 16,
+                        "head_dim": 8},
+    "zaya": {},
+    "rwkv": {"attention_hidden_size": 32, "context_length": 128},
+    "xlstm": {"embedding_dim": 32, "num_blocks": 2, "num_heads": 2, "chunk_size": 8},
+}  # fmt: skip
+BY_MODULE = ("minimax", "recurrent_gemma", "zaya", "rwkv", "xlstm")
+
+
+def hybrid(name, **options):
+    """A model of this type in training mode, whose numbers of one dimension matter."""
+    import transformers as t
+
+    torch.manual_seed(7)
+    config = t.AutoConfig.for_model(name, **SIZES | {"max_position_embeddings": 256} | HYBRIDS[name] | options)
+    config.use_cache = False
+    model = t.AutoModelForCausalLM.from_config(config)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the usual one has no fp64
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape) * 0.1)
+    return model.train()
+
+
+class StaysInFp64(TorchFunctionMode):
+    """Leaves numbers of fp64 as they are where a model's code asks for fp32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func is torch.Tensor.to and args[0].dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        in_fp32 = kwargs.get("dtype") is torch.float32
+        softmax = func in (torch.softmax, torch.nn.functional.softmax)
+        if in_fp32 and (softmax or (func is torch.Tensor.to and args[0].dtype == torch.float64)):
+            kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
