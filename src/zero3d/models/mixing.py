@@ -77,7 +77,10 @@ OF_OTHERS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_len
 
 
 class Call:
-    """A call of a function under its own parameters' names, however they were passed."""
+    """A call of a function under its own parameters' names, however they were passed.
+
+    Where documents end is left out: what attention was told of it has other names and forms than kernels of mixers take.
+    """
 
     def __init__(self, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._names, self._args = names, args
@@ -193,12 +196,13 @@ def _replacement(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def apart(*args: Any, **kwargs: Any) -> Any:
         now = told()
-        if now is None or (now.documents is None and not (now.in_pieces and name in FUSED)):
+        if now is None:
             return function(*args, **kwargs)
-        if name in FUSED:
+        if name in FUSED and (now.documents is not None or now.in_pieces):
             return None
-        assert now.documents is not None
         call = Call(names, args, kwargs)
+        if now.documents is None:
+            return call(function)
         if name in MASKS:
             return _mask(function, call, now.documents)
         if name == CONVOLUTION:

@@ -24,7 +24,7 @@ from zero3d.models.bases import base_of, sees_images
 from zero3d.models.document_masks import MADE, TOLD_APART, blocks_of
 from zero3d.models.document_positions import DocumentPositions
 from zero3d.models.images import image_features, trial_image
-from zero3d.models.packing import SEEDS, Key, given_in_training, inner_model, is_varlen, key_of, why_at_once
+from zero3d.models.packing import SEEDS, Key, given_in_training, inner_model, is_varlen, key_of, tell, why_at_once
 from zero3d.models.packing_trial import (
     FIRST_ID,
     TOKEN,
@@ -88,6 +88,7 @@ def _with_blocks(model: nn.Module, few: bool) -> Leak | None:
     leak: Leak | None = None
     for seed in SEEDS:
         with copied(model, varlen, few, seed) as trial:
+            tell(trial)
             leak = judge(trial, given_in_training(trial, varlen, rows=1), _documents(trial, seed))
         if leak is None:
             return None

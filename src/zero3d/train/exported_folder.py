@@ -25,7 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import has_tower
 from zero3d.models.foreign_code import no_foreign_code
 from zero3d.models.open import read_config
-from zero3d.models.packing import given_in_training, inner_model, is_varlen, position_rows
+from zero3d.models.packing import given_in_training, inner_model, is_varlen, position_rows, tell
 from zero3d.models.parts import IN_TEXT, choose
 from zero3d.models.targets import Targets
 from zero3d.train.export_places import ExportPlace
@@ -132,6 +132,7 @@ def verify(config: Config, engine: Engine, place: ExportPlace, base: Path | None
     device, ranks = engine.mesh.device, engine.mesh.degrees.rows
     model = load_export(place, base, engine.precision.dtype, config.model.part).to(device).eval()
     of_model = Targets.of(model)
+    tell(model)
     by = "PeftModel" if place.kind == ADAPTER else choose(model.config).auto.__name__
     assert data.validation is not None
     total, targets, given = 0.0, 0, given_in_training(inner_model(model), is_varlen(model), position_rows(model))

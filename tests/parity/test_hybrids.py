@@ -1,0 +1,107 @@
+"""Models with recurrences and convolutions train on packed rows as one process trains on their documents apart."""
+
+import pytest
+import torch
+from hybrids import HYBRIDS, hybrid
+from models import adamw
+
+import zero3d
+from zero3d.activations.recomputation import recompute
+
+ROWS = ((13, 1, 3, 16), (4, 8, 9, 12)), ((5, 28), (30, 3)), ((33,), (11, 22)), ((33,), (33,))  # of four micro-batches
+NAMES = ("qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2", "granitemoehybrid")
+STEPS, RATE = 2, 1e-2
+NEAR = 2e-5  # what is summed in other orders, in fp32
+
+
+def some(values, short):
+    return [value if value in short else pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+def micro_batches(step, rank=0):
+    """Packed rows, and the same documents in rows of their own."""
+    packed, apart = [], []
+    for number, rows in enumerate(ROWS):
+        generator = torch.Generator().manual_seed(1000 * rank + 10 * step + number)
+        ids = torch.randint(3, 60, (2, 33), generator=generator)
+        positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+        packed.append({"input_ids": ids, "position_ids": positions, "labels": ids.where(positions > 0, -100)})
+        apart.append([part[None] for row, lengths in zip(ids, rows, strict=True) for part in row.split(lengths)])
+    return packed, apart
+
+
+def build(name, activations="none"):
+    layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    options = layers if name in ("qwen3_5_text", "kimi_linear") else {}
+    model = hybrid(name, **options)
+    recompute(model, activations)
+    return model
+
+
+def plain(name, ranks):
+    """Losses of steps over documents apart, without zero3d."""
+    model = build(name)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        documents = [ids for rank in range(ranks) for some in micro_batches(step, rank)[1] for ids in some]
+        targets = sum(ids.shape[1] - 1 for ids in documents)
+        optimizer.zero_grad()
+        total = 0.0
+        for ids in documents:
+            if ids.shape[1] > 1:
+                loss = model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1) / targets
+                loss.backward()
+                total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def train(name, degrees, stage, options, activations="none"):
+    mesh = zero3d.Mesh(**degrees)
+    model = build(name, activations)
+    engine = zero3d.Engine(
+        model,
+        mesh=mesh,
+        stage=stage,
+        precision="fp32",
+        clip_norm=None,
+        accumulate=len(ROWS),
+        optimizer=adamw,
+        **options,
+    )
+    return [float(engine.train_batch(micro_batches(step, mesh.place.dp)[0])) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", some(NAMES, ("qwen3_5_text",)))
+def test_packed_rows_at_stage_3(ranks, name):
+    wanted = plain(name, 2)
+    for options in ({}, {"reduce": "every_micro_batch"}):
+        for losses in ranks(2, train, name, {"dp": 2}, 3, options):
+            assert losses == pytest.approx(wanted, rel=NEAR)
+
+
+PIPELINES = [({"pp": 2}, {"schedule": "1f1b"}, "full"), ({"pp": 2}, {"schedule": "interleaved"}, "none"),
+             ({"pp": 2}, {"schedule": "zero-bubble"}, "every:2")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some(NAMES, ("qwen3_5_text",)))
+@pytest.mark.parametrize(("degrees", "options", "activations"), [
+    PIPELINES[0], *(pytest.param(*each, marks=pytest.mark.long) for each in PIPELINES[1:]),
+])  # fmt: skip
+def test_packed_rows_in_a_pipeline(ranks, name, degrees, options, activations):
+    if name not in ("qwen3_5_text", "kimi_linear") and options["schedule"] != "1f1b":
+        pytest.skip("two blocks are not four chunks")
+    wanted = plain(name, 1)
+    stage = 1 if options["schedule"] == "1f1b" else 2
+    for losses in ranks(2, train, name, degrees, stage, options, activations):
+        assert losses == pytest.approx(wanted, rel=NEAR)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in NAMES])
+def test_packed_rows_of_every_other_type(ranks, name):
+    wanted = plain(name, 2)
+    for losses in ranks(2, train, name, {"dp": 2}, 3, {}, "full"):
+        assert losses == pytest.approx(wanted, rel=NEAR)
