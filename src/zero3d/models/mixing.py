@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
@@ -79,7 +80,7 @@ OF_OTHERS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_len
 class Call:
     """A call of a function under its own parameters' names, however they were passed.
 
-    Where documents end is left out: what attention was told of it has other names and forms than kernels of mixers take.
+    Where documents end is left out: attention was told of it in other names and forms than kernels of mixers take.
     """
 
     def __init__(self, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -200,17 +201,25 @@ def _replacement(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         if name in FUSED and (now.documents is not None or now.in_pieces):
             return None
-        call = Call(names, args, kwargs)
         if now.documents is None:
-            return call(function)
-        if name in MASKS:
-            return _mask(function, call, now.documents)
-        if name == CONVOLUTION:
-            return _convolved(function, call, now.documents)
-        return _scanned(name, function, call, now.documents)
+            return function(*args, **{key: value for key, value in kwargs.items() if key not in OF_OTHERS})
+        return _apart(name, function, Call(names, args, kwargs))
 
     apart.original = function  # type: ignore[attr-defined]
     return apart
+
+
+@_disable_dynamo
+def _apart(name: str, function: Callable[..., Any], call: Call) -> Any:
+    """Call a function for a packed micro-batch."""
+    now = told()
+    if now is None or now.documents is None:
+        return call(function)
+    if name in MASKS:
+        return _mask(function, call, now.documents)
+    if name == CONVOLUTION:
+        return _convolved(function, call, now.documents)
+    return _scanned(name, function, call, now.documents)
 
 
 def _mask(function: Callable[..., Any], call: Call, documents: Documents) -> Any:
@@ -422,7 +431,10 @@ def _per_document(forward: Callable[..., Any]) -> Callable[..., Any]:
         now = told()
         if now is None or now.documents is None:
             return forward(*args, **kwargs)
-        documents = now.documents
+        return by_document(args, kwargs, now.documents)
+
+    @_disable_dynamo
+    def by_document(args: Any, kwargs: Any, documents: Documents) -> Any:
         alike: dict[int, list[int]] = {}
         for number, (_, start, stop) in enumerate(documents.spans):
             alike.setdefault(stop - start, []).append(number)

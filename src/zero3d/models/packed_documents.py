@@ -99,21 +99,33 @@ class Told(NamedTuple):
     in_pieces: bool = False
 
 
+class _Traced:
+    """Holds the same for torch.compile, which guards attributes of an object and no context variable.
+
+    Ranks that are threads share it: a graph for packed rows asks again where it is run.
+    """
+
+    told: Told | None = None
+
+
 _told: ContextVar[Told | None] = ContextVar("told", default=None)
+_traced = _Traced()
 
 
 def told() -> Told | None:
     """Return what the forward under way was told; None outside of those that are told anything."""
-    return _told.get()
+    return _traced.told if torch.compiler.is_compiling() else _told.get()
 
 
 @contextmanager
 def during(what: Told | None) -> Iterator[None]:
     """Tell functions that mix tokens, inside."""
-    token = _told.set(what)
+    token, before = _told.set(what), _traced.told
+    _traced.told = what
     try:
         yield
     finally:
+        _traced.told = before
         _told.reset(token)
 
 
