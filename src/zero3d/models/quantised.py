@@ -33,6 +33,7 @@ from zero3d.models.names import own_name
 from zero3d.models.open import Opened
 from zero3d.models.quantised_experts import pack_stacks, stacks_of
 from zero3d.models.quantised_folders import Stored
+from zero3d.models.recurrences import read_by_mixers
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
@@ -190,14 +191,14 @@ def _formats(
 
 def find_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that can be put into packed, by name."""
-    blocks = tuple(f"{name}." for name in find_blocks(model))
+    blocks, past = tuple(f"{name}." for name in find_blocks(model)), read_by_mixers(model)
     names: dict[nn.Parameter, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         names[p] = names.get(p, 0) + 1
     return {
         name: module
         for name, module in model.named_modules()
-        if name.startswith(blocks) and type(module) is nn.Linear and _is_plain(module, names)
+        if name.startswith(blocks) and name not in past and type(module) is nn.Linear and _is_plain(module, names)
     }
 
 

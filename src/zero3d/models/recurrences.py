@@ -15,6 +15,7 @@ from torch import nn
 
 RATES = ("A_log", "recurrent_param", "time_decay")  # a module with one of them of its own is a recurrence
 OWN = (*RATES, "D", "time_first")  # of a recurrence, like its biases
+READ = ("dt_proj",)  # linear layers of Mamba 1 whose weight the mixer multiplies by itself: no forward of theirs runs
 SHIFTS = "time_mix_"  # RWKV's shares of this token and the one before, [1, 1, width], in its feed-forward, too
 
 
@@ -33,6 +34,14 @@ def is_short_convolution(module: nn.Module) -> bool:
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module mixes tokens by a short convolution or a recurrence that it has itself."""
     return _is_recurrence(module) or any(map(is_short_convolution, module.children()))
+
+
+def read_by_mixers(model: nn.Module) -> set[str]:
+    """Return the names of linear layers whose weight a mixer reads past them: an adapter or a code would do nothing."""
+    mixers = ((owner, module) for owner, module in model.named_modules() if _is_recurrence(module))
+    return {
+        f"{owner}.{name}".lstrip(".") for owner, module in mixers for name, _ in module.named_children() if name in READ
+    }
 
 
 def own_of_recurrences(model: nn.Module) -> set[str]:
