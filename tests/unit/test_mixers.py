@@ -36,8 +36,7 @@ MIXERS = {  # of each block, by name
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ("jamba", "lfm2") else pytest.param(name, marks=pytest.mark.long) for name in sorted(MIXERS)],
+    "name", [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.long) for name in sorted(MIXERS)]
 )
 def test_selective_recomputes_mixers_of_every_kind_with_the_bits_of_none(name):
     model = hybrid(name)
@@ -46,11 +45,12 @@ def test_selective_recomputes_mixers_of_every_kind_with_the_bits_of_none(name):
     assert kept_inputs(recomputed(model, "selective"))[1] < kept_inputs(clone(model))[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "matrices"),
     [
         ("lfm2", 3 * 32 * 32 + 32 * 32),  # in_proj of three parts, out_proj
-        pytest.param("mamba", 2 * 64 * 32 + 64 * (4 + 2 * 8) + 4 * 64 + 64 * 32, marks=pytest.mark.long),  # no A_log
+        ("mamba", 2 * 64 * 32 + 64 * (4 + 2 * 8) + 4 * 64 + 64 * 32),  # no A_log
     ],
 )
 def test_a_planner_counts_what_selective_does_not_keep_of_a_mixer(name, matrices):

@@ -33,6 +33,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 from zero3d.models.build import parameters_on_meta
 from zero3d.models.freezing import train_only
+from zero3d.models.kept import Kept
 from zero3d.models.names import check_patterns, is_named, matches, own_name
 from zero3d.models.open import Opened
 from zero3d.models.recurrences import is_mixer, read_by_mixers
@@ -302,6 +303,11 @@ class AdapterWeights:
     def folder(self) -> Path | None:
         """The folder that frozen weights come from; None where they are new ones."""
         return getattr(self._source, "folder", None)
+
+    @property
+    def kept(self) -> Kept | None:
+        """The folder's tensors that exports of all weights carry on."""
+        return getattr(self._source, "kept", None)
 
     def files(self) -> list[Path]:
         """Return the folder's files of weights."""

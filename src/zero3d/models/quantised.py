@@ -28,6 +28,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.adapters import AdapterWeights
 from zero3d.models.blocks import find_blocks
 from zero3d.models.codecs import CODECS, Codec, DoubleCodec, packed_of
+from zero3d.models.kept import Kept
 from zero3d.models.load import FileWeights
 from zero3d.models.names import own_name
 from zero3d.models.open import Opened
@@ -290,6 +291,11 @@ class PackedSource:
     def folder(self) -> Path | None:
         """The folder that the other reads."""
         return getattr(self._source, "folder", None)
+
+    @property
+    def kept(self) -> Kept | None:
+        """The folder's tensors that exports of all weights carry on."""
+        return getattr(self._source, "kept", None)
 
     def files(self) -> list[Path]:
         """Return the files that hold its tensors."""

@@ -11,15 +11,20 @@ from zero3d.checkpoint.frozen_base import FolderSource
 from zero3d.checkpoint.offline_export import export_stored
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.config import Config, load
+from zero3d.config.sections import TEXT
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, short
+from zero3d.models.kept import Kept, of_file
+from zero3d.models.load import FileWeights
 from zero3d.models.open import Opened, open_bare
-from zero3d.models.places import is_called
+from zero3d.models.places import has_base, is_called
 from zero3d.models.trained import as_trained, open_trained
+from zero3d.reading import Unreadable
 from zero3d.stores.cache import shown
 from zero3d.tools.cli.preflight import check_transformers
 from zero3d.tools.cli.worker import quiet_environment
 from zero3d.train.exported_folder import copy_processor, save_tokenizer
+from zero3d.train.folder import KEPT
 from zero3d.train.setup.text_part import part_of
 
 NONE = "none"
@@ -58,7 +63,8 @@ def export(step: Path, folder: Path, asked: Asked = NOTHING) -> dict[str, Any]:
     stored = StoredStates(step, asked.averages)
     opened = None if config is None else _open(config, stored, asked.config)
     model, base = (None, None) if opened is None else (opened.module, opened.weights)
-    written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None)
+    kept = None if config is None else _kept(config, step)
+    written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None, kept)
     if opened is not None:
         copy_processor(opened.folder, written, opened.module)
     note = "no config and no tokenizer were asked for" if config is None else _save_tokenizer(config, opened, written)
@@ -110,6 +116,19 @@ def _open(config: Config, stored: StoredStates, typed: str | None) -> Opened:
         if typed is not None:
             raise
         raise ConfigError(f"{str(error).rstrip('.')}. For another place of it type {WHAT}.") from error
+
+
+def _kept(config: Config, step: Path) -> Kept | None:
+    """Return what the model's folder has that a full export carries on: the run's copy, or the folder's own."""
+    copy = step.resolve().parent.parent / KEPT
+    try:
+        if copy.is_file():
+            return of_file(copy)
+        if config.model.init == "random" or not has_base(config.model):
+            return None
+        return FileWeights(Path(config.model.path), open_bare(config.model).module, config.model.part == TEXT).kept
+    except (OSError, Unreadable, ConfigError):  # the folder is gone, and whoever needs its weights says so
+        return None
 
 
 def _save_tokenizer(config: Config, opened: Opened | None, written: Path) -> str | None:
