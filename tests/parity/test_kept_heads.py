@@ -186,6 +186,12 @@ def test_a_folder_that_is_gone_is_told_before_anything_is_written(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"carries on 3 tensors .* has become shorter: put the folder back"):
         engine.export(tmp_path / "out")
+    kept = open_trained(load({"model": {"path": with_heads(tmp_path / "other", "qwen3_5_text")}})).weights.kept
+    kept.check()
+    file = tmp_path / "other" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="has become shorter"):
+        kept.check()
     shutil.rmtree(base)
     with pytest.raises(
         CheckpointError,
@@ -279,6 +285,16 @@ def test_a_run_keeps_a_copy_so_that_the_models_folder_may_go(ranks, tmp_path, ca
     before = str(tmp_path / "before" / "config.json")
     assert main(["ckpt", "export", str(step_1), str(tmp_path / "offline"), "--config", before]) == 0
     assert content(tmp_path / "offline") == content(out / "hf")
+    assert "heads for further tokens" not in capsys.readouterr().out
+    (out / "kept.safetensors").unlink()
+    whole = str(tmp_path / "before")
+    assert main(["ckpt", "export", str(step_1), str(tmp_path / "from folder"), "--config", whole]) == 0
+    assert content(tmp_path / "from folder") == content(out / "hf")
+    assert main(["ckpt", "export", str(step_1), str(tmp_path / "without"), "--config", before]) == 0
+    assert "heads for further tokens, which a folder of Qwen3_5ForCausalLM may have" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert not content(tmp_path / "without").keys() & MTP.keys()
 
 
 @pytest.mark.long

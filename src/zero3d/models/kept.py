@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, ConfigError
 from zero3d.reading import Unreadable, open_regular, tensor_places
 
 BLOCK_BYTES = 8 << 20  # read at once
@@ -73,9 +74,7 @@ class Kept:
         """Yield the bytes of a tensor. Raises CheckpointError where they cannot be read."""
         tensor = self.tensors[name]
         if tensor.file is None:
-            assert tensor.read is not None
-            values = tensor.read(tensor.key).to(DECODED).contiguous()
-            yield values.view(-1).view(torch.uint8).numpy().data
+            yield self._decoded(tensor)
             return
         left = tensor.nbytes
         try:
@@ -89,6 +88,14 @@ class Kept:
                     yield block
         except (OSError, Unreadable) as error:
             raise self._gone(tensor.file, _words(error)) from error
+
+    def _decoded(self, tensor: KeptTensor) -> memoryview:
+        assert tensor.read is not None
+        try:
+            values = tensor.read(tensor.key).to(DECODED).contiguous()
+        except (OSError, SafetensorError, ConfigError) as error:
+            raise self._gone(self.folder, f"cannot be read ({error})") from error
+        return values.view(-1).view(torch.uint8).numpy().data
 
     def check(self) -> None:
         """Refuse files that are gone or have become others since they were found. Raises CheckpointError."""
@@ -183,6 +190,12 @@ def find_heads(unused: Sequence[str], used: Collection[str], model: Any) -> list
             heads.update(keys)
             count += 1
     return [key for key in unused if key in heads]
+
+
+def may_have_heads(model: Any) -> bool:
+    """Return whether folders of this kind of model have heads, by what transformers leaves out when it loads them."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any("mtp" in pattern or "layers" in pattern for pattern in patterns)
 
 
 def _is_left_out(keys: Sequence[str], model: Any) -> bool:
