@@ -84,6 +84,27 @@ def read_object(path: Path) -> dict[str, Any]:
         raise Unreadable(f"cannot be read: {error.strerror}") from error
 
 
+def tensor_places(path: Path) -> dict[str, tuple[int, int, str, tuple[int, ...]]]:
+    """Return of each tensor in a safetensors file where its bytes begin and end, its dtype and its shape.
+
+    Raises OSError and Unreadable.
+    """
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if not 0 < length <= min(size, MOST):
+            raise Unreadable("cannot be read as safetensors")
+        header = parse_object(_decode(file.read(length)))
+    header.pop("__metadata__", None)
+    try:
+        return {
+            name: (*(8 + length + offset for offset in entry["data_offsets"]), entry["dtype"], tuple(entry["shape"]))
+            for name, entry in header.items()
+        }
+    except (LookupError, TypeError, AttributeError):
+        raise Unreadable("cannot be read as safetensors") from None
+
+
 def parse_object(text: str) -> dict[str, Any]:
     """Return the object that a JSON text is. Raises Unreadable."""
     value = parse_json(text)

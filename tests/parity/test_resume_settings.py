@@ -112,8 +112,8 @@ def test_a_run_that_an_older_version_began_keeps_its_groups(ranks, folder):
     assert same
     assert line == "bitwise: as if it had not been interrupted"
     assert told.startswith(
-        "optimizer.no_decay=null: an older version began this run and gave weight decay to 4 norms and biases of two "
-        "dimensions, such as model.layers.0.mlp.experts.gate_up_proj_bias; it keeps them."
+        "optimizer.no_decay=null: an older version began this run and gave weight decay to 4 parameters that have none "
+        "in a new run, such as model.layers.0.mlp.experts.gate_up_proj_bias; it keeps them."
     )
     assert "no_decay: null" in written, "the next resume of the folder goes on with them"
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
+from zero3d.models.recurrences import own_of_recurrences
 from zero3d.optim.eight_bit import AdamW8bit
 from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.train.setup.optimizer import norms_and_biases, of_one_dimension, optimizer_of, parameter_groups
@@ -112,9 +113,10 @@ def test_what_transformers_does_not_decay_has_no_decay_by_default(name):
         assert ours == of_one_dimension(model)
         return
     assert theirs <= ours
-    assert all(named[each].dim() < 2 or each.endswith("A_log") for each in ours - theirs)
-    own = {each.split(".", 3)[-1] for each in ours if named[each].dim() == 2 and not each.endswith("A_log")}
-    assert sorted(WITH_TWO.get(name, [])) == sorted(own - {"mamba.A_log"})
+    recurrent = own_of_recurrences(model)
+    assert all(named[each].dim() < 2 for each in ours - theirs - recurrent)
+    own = {each.split(".", 3)[-1] for each in ours - recurrent if named[each].dim() == 2}
+    assert sorted(WITH_TWO.get(name, [])) == sorted(own)
 
 
 def test_relative_positions_are_biases():

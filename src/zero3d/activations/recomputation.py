@@ -3,7 +3,7 @@
     none        all of it
     full        each block's inputs; its interior is computed again in the backward
     every:K     the input of each segment of K blocks (`segments.py`)
-    selective   all but the interior of each block's attention
+    selective   all but the interior of what mixes tokens in each block: attention, recurrences, short convolutions
 
 Called before the Engine is built; the wrappers sit around `forward`, inside the module's hooks:
 
@@ -25,7 +25,7 @@ from torch import nn
 from zero3d.activations.compilation import compile_blocks
 from zero3d.activations.policy import Policy
 from zero3d.activations.segments import Recomputed, Recorder
-from zero3d.activations.targets import Blocks, attentions_in, blocks_of
+from zero3d.activations.targets import Blocks, blocks_of, mixers_in
 from zero3d.errors import ConfigError
 from zero3d.models.wrappers import Compiled, Wrapped
 
@@ -44,7 +44,7 @@ def recompute(model: nn.Module, policy: str, blocks: Blocks | None = None) -> No
 
     blocks   by name; found where left out. Changes their `forward` in place, once per model and
              after `compile_blocks`.
-    Errors: an unknown policy, no blocks, no attention in any of them, selective on compiled blocks
+    Errors: an unknown policy, no blocks, nothing that mixes tokens in any of them, selective on compiled blocks
     (ConfigError).
     Hugging Face models make a key-value cache unless use_cache=False is passed. Recomputed blocks do not
     get it, since they would write to it twice; one that holds something is refused. Pass use_cache=False
@@ -56,7 +56,7 @@ def recompute(model: nn.Module, policy: str, blocks: Blocks | None = None) -> No
     modules = blocks_of(model, blocks, f"activations={policy}")
     if parsed.kind == "selective":
         _refuse_compiled(modules)
-        modules = _attentions(modules)
+        modules = _mixers(modules)
     recorder = Recorder(parsed.every or 1)
     for name, module in modules.items():
         if isinstance(module.forward, Recomputed):
@@ -81,14 +81,15 @@ def _refuse_compiled(blocks: Blocks) -> None:
             )
 
 
-def _attentions(blocks: Blocks) -> Blocks:
-    """Return the outermost attention modules of each block, by name. Raises ConfigError where no block has one."""
-    attentions = {f"{name}.{inner}": module for name, block in blocks.items() for inner, module in attentions_in(block)}
-    if not attentions:
+def _mixers(blocks: Blocks) -> Blocks:
+    """Return the outermost modules of each block that mix tokens, by name. Raises ConfigError where there is none."""
+    mixers = {f"{name}.{inner}": module for name, block in blocks.items() for inner, module in mixers_in(block)}
+    if not mixers:
         name, block = next(iter(blocks.items()))
         parts = ", ".join(dict(block.named_children())) or "no parts"
         raise ConfigError(
-            "activations=selective recomputes attention, and no block has a module whose class ends in Attention or "
-            f"whose name ends in attn or attention: {name} has {parts}. Pass activations=full or every:K."
+            "activations=selective recomputes attention and recurrences, and no block has a module whose class ends in "
+            "Attention or whose name ends in attn or attention, nor one with a short convolution or a recurrence's "
+            f"rates: {name} has {parts}. Pass activations=full or every:K."
         )
-    return attentions
+    return mixers

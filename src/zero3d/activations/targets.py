@@ -1,4 +1,4 @@
-"""Which modules are recomputed or compiled: a model's repeated blocks, and the attention modules in them."""
+"""Which modules are recomputed or compiled: a model's repeated blocks, and what mixes tokens in them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from torch import nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
+from zero3d.models.recurrences import is_mixer
 from zero3d.models.wrappers import unwrap
 
 Blocks = Mapping[str, nn.Module]
+NAMES = ("attn", "attention", "mlstm_layer")  # how names of modules end that mix tokens
 
 
 def blocks_of(model: nn.Module, blocks: Blocks | None, option: str) -> Blocks:
@@ -25,10 +27,13 @@ def blocks_of(model: nn.Module, blocks: Blocks | None, option: str) -> Blocks:
     return blocks
 
 
-def attentions_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost attention modules inside a block, with their names there."""
+def mixers_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules inside a block that mix tokens, with their names there: attention, recurrences.
+
+    Attention is told by its name or its class, and so is xLSTM's layer; other mixers by what they have.
+    """
     for name, child in module.named_children():
-        if type(child).__name__.endswith("Attention") or name.endswith(("attn", "attention")):
+        if type(child).__name__.endswith("Attention") or name.endswith(NAMES) or is_mixer(child):
             yield name, child
         else:
-            yield from ((f"{name}.{inner}", attention) for inner, attention in attentions_in(child))
+            yield from ((f"{name}.{inner}", mixer) for inner, mixer in mixers_in(child))

@@ -26,6 +26,7 @@ from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
 from zero3d.models.adapters import without_advice
 from zero3d.models.bases import model_of
+from zero3d.models.kept import Kept
 from zero3d.models.merge import REPLACED, WRAPPED, WRAPPER, adapted_layers, base_prefix, is_of_base, plain_name, twin
 from zero3d.models.names import persistent_buffers
 
@@ -35,6 +36,8 @@ WHOLE, BESIDE = "whole:", "beside:"  # how names begin on their way of modules t
 
 class AdapterForm:
     """Collects a model's trained adapter on the host and writes it as PEFT does, once all of it is there."""
+
+    kept: Kept | None = None
 
     def __init__(self, exported: Exported) -> None:
         model: Any = exported.model

@@ -3,7 +3,8 @@
     every pipeline stage   gathers its units on its own dp axis; its first rank has whole tensors by their published
                            names (published.py), and writes stage-STAGE-0, -1, ...
     in turn                persistent buffers that no earlier pipeline stage wrote
-    rank 0 of all          gives the files their names, writes index and config
+    rank 0 of all          copies what the model's folder has beside (models/kept.py), gives the files their names,
+                           writes index and config
 
 No rank ever holds the model, or more of it than a file.
 """
@@ -25,10 +26,11 @@ from zero3d.checkpoint.folders import foreign_entry, put_in_place, step_of
 from zero3d.checkpoint.hub_names import on_host
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_tensors
+from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_kept, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
+from zero3d.models.kept import Kept
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
@@ -66,13 +68,15 @@ def export(
     def on(chosen: bool, action: Callable[[], None]) -> None:
         agree(world, action if chosen else lambda: None)
 
+    kept = published.form.kept
+    on(world.rank == 0 and kept is not None, lambda: None if kept is None else kept.check())
     on(world.rank == 0, partial(prepare_export, directory, temporary, overwrite, REPLACING))
     with removed_on_failure(temporary, world):
         agree(world, partial(_add_units, writer, engine, published, whole))
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, published))
         beside = partial(published.form.finish, dtype=_dtype(model))
-        finish = partial(finish_export, temporary, directory, beside, engine.degrees.pp, overwrite)
+        finish = partial(finish_export, temporary, directory, beside, engine.degrees.pp, overwrite, kept)
         on(world.rank == 0, finish)
     return directory
 
@@ -167,6 +171,18 @@ def _finish_stage(writer: ExportWriter, published: Published) -> None:
     writer.finish()
 
 
+def _write_kept(kept: Kept, temporary: Path, stage: int) -> None:
+    """Write tensors of the model's folder as they are, into files of at most FILE_BYTES, block by block."""
+    files: list[dict[str, int]] = [{}]
+    for name, tensor in kept.tensors.items():
+        if files[-1] and sum(files[-1].values()) + tensor.nbytes > FILE_BYTES:
+            files.append({})
+        files[-1][name] = tensor.nbytes
+    for number, names in enumerate(files):
+        write_kept(temporary / f"stage-{stage}-{number}", kept, list(names))
+    write_json(temporary / f"stage-{stage}.json", files)
+
+
 def _join(temporary: Path, stages: int) -> None:
     """Give the files their final names and write the index if there are several."""
     files: list[tuple[Path, dict[str, int]]] = []
@@ -192,10 +208,20 @@ def _dtype(module: nn.Module) -> torch.dtype:
 
 
 def finish_export(
-    temporary: Path, directory: Path, beside: Callable[[Path], object] | None, stages: int, overwrite: bool = False
+    temporary: Path,
+    directory: Path,
+    beside: Callable[[Path], object] | None,
+    stages: int,
+    overwrite: bool = False,
+    kept: Kept | None = None,
 ) -> None:
-    """Name the files of all pipeline stages, write what lies beside them, and put the folder in its place."""
-    _join(temporary, stages)
+    """Name the files of all pipeline stages, write what lies beside them, and put the folder in its place.
+
+    kept  is written behind them, as one more stage
+    """
+    if kept is not None:
+        _write_kept(kept, temporary, stages)
+    _join(temporary, stages + (kept is not None))
     if beside is not None:
         beside(temporary)
     _check_place(directory, overwrite)

@@ -24,6 +24,7 @@ from zero3d.checkpoint.hub_names import Exported, as_published, has_adapters, na
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
 from zero3d.models.blocks import find_blocks
+from zero3d.models.kept import Kept
 from zero3d.models.merge import KEPT, WRAPPED, adapted_layers, base_of, base_prefix, is_of_base, merged, plain_name
 from zero3d.models.packing import inner_model
 
@@ -32,7 +33,12 @@ UNMERGED = ("ADAPTION_PROMPT",)  # kinds of PEFT's, beside those of prompts, tha
 
 
 class Form(Protocol):
-    """What is written of a model, and how."""
+    """What is written of a model, and how.
+
+    kept  tensors of the model's folder that are written beside what it is fed; None without any
+    """
+
+    kept: Kept | None
 
     def wants(self, name: str) -> bool:
         """Say whether a parameter is needed."""
@@ -70,6 +76,7 @@ class WholeForm:
 
     def __init__(self, exported: Exported) -> None:
         self._model, self._in_full = exported.model, exported.in_full
+        self.kept = exported.kept
 
     def wants(self, name: str) -> bool:
         return True
@@ -96,6 +103,7 @@ class BaseForm:
     def __init__(self, exported: Exported) -> None:
         assert exported.model is not None
         self._model, self._in_full = inner_model(exported.model), exported.in_full
+        self.kept = exported.kept
         self._base = tuple({base_prefix(model_of(module)) for module in exported.modules})
         self._layers = adapted_layers(exported.modules)
         self._others = exported.other_names

@@ -18,16 +18,16 @@ of them. That single bytes elsewhere are the same it does not prove, nor who wro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import xxhash
 
 from zero3d.checkpoint.fields import quote
 from zero3d.checkpoint.manifest import Manifest
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.reading import Unreadable, tensor_places
 from zero3d.shards.boxes import Box
 
 if TYPE_CHECKING:
@@ -154,16 +154,11 @@ def digest_of(files: Sequence[Path]) -> str:
 def _entries(path: Path) -> Iterator[tuple[str, tuple[int, int, str]]]:
     """Yield of each tensor in a file where its bytes begin and end, and its dtype and shape."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, stop = (8 + length + offset for offset in entry["data_offsets"])
-            yield name, (start, stop, f"{entry['dtype']} {entry['shape']}")
+        for name, (start, stop, dtype, shape) in tensor_places(path).items():
+            yield name, (start, stop, f"{dtype} {list(shape)}")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): copy it again.") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except Unreadable as error:
         raise ConfigError(f"{path} cannot be read as safetensors: copy it again.") from error
 
 

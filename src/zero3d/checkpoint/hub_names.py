@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero3d.models.kept import Kept
 from zero3d.models.quantised import as_matrices
 from zero3d.zero.initial_weights import Source
 
@@ -28,6 +29,7 @@ class Exported(NamedTuple):
     base       the folder that frozen weights came from, where one is known
     copies     a tied parameter's copy on a later pipeline stage -> the parameter
     matrices   gives, by name, those of the base that are in groups of 8 or 4 bits; None where they are not known
+    kept       tensors of the model's folder that a full export carries on
     """
 
     model: nn.Module | None
@@ -38,6 +40,7 @@ class Exported(NamedTuple):
     base: Path | None
     copies: Mapping[str, str] = MappingProxyType({})
     matrices: Source | None = None
+    kept: Kept | None = None
 
     @property
     def other_names(self) -> dict[str, list[str]]:

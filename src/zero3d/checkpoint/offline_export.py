@@ -31,6 +31,7 @@ from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.distributed.degrees import Place
 from zero3d.errors import CheckpointError, OutOfBudget
 from zero3d.models.blocks import find_blocks
+from zero3d.models.kept import Kept
 from zero3d.models.packing import inner_model
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import whole
@@ -44,6 +45,7 @@ def export_stored(
     model: nn.Module | None,
     kind: str | None = None,
     base: FolderSource | None = None,
+    kept: Kept | None = None,
 ) -> Path:
     """Write weights in compute dtype, and the config of a Hugging Face model; return the folder.
 
@@ -51,6 +53,7 @@ def export_stored(
            config
     kind   as `export.export` has it
     base   has the frozen weights that the checkpoint left out
+    kept   tensors of the model's folder that a full export carries on
 
     The checkpoint is verified first, every byte of it. Host memory holds a file and a block, never the model. The
     folder appears whole or not at all. Raises CheckpointError, OutOfBudget, NonFiniteError.
@@ -62,10 +65,10 @@ def export_stored(
     shapes = {name: each.shape for name, each in stored.parameters.items()}
     folder = None if base is None else base.folder
     modules = [] if model is None else [model]
-    form = form_of(kind, Exported(model, modules, order, trainable, shapes, folder, matrices=base))
+    form = form_of(kind, Exported(model, modules, order, trainable, shapes, folder, matrices=base, kept=kept))
     values = _values(stored, [name for name in order if form.wants(name)], base)
     directory, temporary = export_places(directory)
-    _check_room(stored, directory, values)
+    _check_room(stored, directory, values, 0 if form.kept is None else form.kept.nbytes)
     prepare_export(directory, temporary)
     try:
         verify(stored.folder)
@@ -80,7 +83,7 @@ def export_stored(
         writer.finish()
         dtypes = (getattr(torch, stored.parameters[name].dtype) for name in order)
         dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
-        finish_export(temporary, directory, partial(form.finish, dtype=dtype), 1)
+        finish_export(temporary, directory, partial(form.finish, dtype=dtype), 1, kept=form.kept)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -140,10 +143,10 @@ def check_model(stored: StoredStates, model: nn.Module) -> None:
         )
 
 
-def _check_room(stored: StoredStates, directory: Path, names: Iterable[str]) -> None:
+def _check_room(stored: StoredStates, directory: Path, names: Iterable[str], beside: int) -> None:
     """Refuse a disk with less room than the weights take. Raises OutOfBudget."""
     written = [stored.parameters[name] for name in names]
-    needed = sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in written)
+    needed = beside + sum(prod(each.shape) * getattr(torch, each.dtype).itemsize for each in written)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

@@ -42,7 +42,9 @@ class Published:
         names = [full.owner(slot.name) for unit in engine.owned_units for slot in unit.layout.slots]
         base, matrices = (None, None) if engine.base is None else (engine.base.folder, engine.base.source)
         model = model_of(engine.modules[0])
-        exported = Exported(model, engine.modules, names, full.trainable, full.shapes, base, full.copies, matrices)
+        exported = Exported(
+            model, engine.modules, names, full.trainable, full.shapes, base, full.copies, matrices, engine.kept
+        )
         self.form = form_of(kind, exported)
         self._engine = engine
         self._open_ones: _OpenTiles = {}

@@ -14,6 +14,7 @@ from zero3d.checkpoint.frozen_base import FrozenBase
 from zero3d.checkpoint.manifest import FROZEN, MASTER
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import Degrees
+from zero3d.models.kept import Kept
 from zero3d.models.names import persistent_buffers
 from zero3d.models.written_numbers import WrittenNumber
 from zero3d.precision import Halves, LossScale
@@ -64,6 +65,7 @@ class EngineState:
     cuts      how tp and the axes that fold dp cut parameters, by name in the full model; all others are whole
     summands  of exact mode
     base      the folder whose values frozen weights have
+    kept      tensors of the model's folder that exports carry on
     numbers   which forwards may write beside buffers, by name
     """
 
@@ -84,6 +86,7 @@ class EngineState:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     summands: Summands | None = None
     base: FrozenBase | None = None
+    kept: Kept | None = None
     numbers: Mapping[str, WrittenNumber] = field(default_factory=dict)
 
     def cut(self, name: str) -> Cut | None:

@@ -65,7 +65,7 @@ class FolderSender:
             raise StreamError(f"{self._assembler.count} tensors have come to {self.path}, and {tensors} were sent.")
         self._writer.finish()
         beside = None if self.form is None else partial(self.form.finish, dtype=self._dtype or torch.float32)
-        finish_export(self._temporary, self.path, beside, 1)
+        finish_export(self._temporary, self.path, beside, 1, kept=None if self.form is None else self.form.kept)
 
     def fail(self, why: str) -> None:
         """Remove what was written."""

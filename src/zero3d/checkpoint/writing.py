@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -30,6 +30,7 @@ from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError, remedy_of
+from zero3d.models.kept import Kept
 from zero3d.precision import Halves, dtype_name, joined
 
 BUFFER_BYTES = 1 << 25  # of host memory, whatever the size of the states
@@ -136,6 +137,29 @@ def write_tensors(
     return hasher.checksums()
 
 
+def write_kept(path: Path, kept: Kept, names: Sequence[str]) -> None:
+    """Write a safetensors file of tensors that other files have, block by block. Raises CheckpointError."""
+    names = sorted(names, key=lambda name: -kept.tensors[name].itemsize)  # so that each is aligned
+    listed: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": "zero3d"}}
+    end = 0
+    for name in names:
+        tensor = kept.tensors[name]
+        start, end = end, end + tensor.nbytes
+        listed[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    with Unsynced() as unsynced:
+        header = _framed(listed)
+        with told(path, len(header) + end):
+            file = unsynced.open(path)
+            file.write(header)
+        given = 0
+        for name in names:
+            for block in kept.blocks(name):
+                with told(path, len(header) + end):
+                    file.write(block)
+                    given = _give(file, given)
+        unsynced.sync()
+
+
 def _give(file: BinaryIO, start: int) -> int:
     """Have the disk begin with what was written from `start` on, and return where that ends.
 
@@ -158,6 +182,10 @@ def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[s
             raise CheckpointError(f"cannot write {path}: {key} is {dtype}, which safetensors files do not hold.")
         start, end = end, end + values.shape.numel() * values.dtype.itemsize
         listed[key] = {"dtype": CODES[dtype], "shape": list(values.shape), "data_offsets": [start, end]}
+    return _framed(listed)
+
+
+def _framed(listed: Mapping[str, Any]) -> bytes:
     text = json.dumps(listed, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -263,8 +263,8 @@ class Optimizer:
     )
     no_decay: str | None = key(
         "auto",
-        "parameters without weight decay, as name patterns; auto: norms and biases, and all of one dimension; null: "
-        "those of one dimension alone, the default of older versions",
+        "parameters without weight decay, as name patterns; auto: norms and biases, rates and short convolutions "
+        "of recurrences, and all of one dimension; null: those of one dimension alone, the default of older versions",
         bits=FACTS["groups"],
     )
     groups: tuple[Mapping[str, str | float], ...] | None = key(
@@ -513,7 +513,7 @@ class Config:
     activations: str = key(
         "none",
         "recomputation in the backward: full, of every block; every:K, of segments of K blocks; selective, of "
-        "attention only",
+        "what mixes tokens only: attention, recurrences, short convolutions",
         bits=None,
         choices=("none", "full", "selective", "every:K"),
     )

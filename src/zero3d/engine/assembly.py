@@ -140,6 +140,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
         kept_inputs=kept,
         offload=_chosen(runtime, options.offload, why),
         frozen_base=frozen_base,
+        kept=getattr(options.weights, "kept", None),
         originals=originals,
         changes=before.changes(),
     )

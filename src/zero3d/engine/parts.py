@@ -30,6 +30,7 @@ from zero3d.engine.registry import Registry
 from zero3d.engine.runtime import Runtime
 from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters
+from zero3d.models.kept import Kept
 from zero3d.models.targets import Targets
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Parts(Runtime):
     kept_inputs  inputs of recomputed blocks, if they are kept in parts or on the host
     offload    states off the device: the settings with every choice made
     frozen_base  the folder with the values of frozen weights; None without one
+    kept       tensors of the model's folder that are not trained and that exports carry on; None without any
     originals  values of frozen parameters in the dtype in which they came
     notes      lines for people about the compute: modules in fp8, compiled modules
     changes    the engine's changes to the model's modules, to be undone
@@ -65,6 +67,7 @@ class Parts(Runtime):
     kept_inputs: KeptInputs | None
     offload: OffloadChoice
     frozen_base: FrozenBase | None
+    kept: Kept | None
     originals: FrozenOriginals
     changes: Changes
 

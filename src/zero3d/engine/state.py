@@ -62,6 +62,7 @@ def engine_state(
         cuts={partition.full_model.owner(name): cut for name, cut in partition.cuts.items()},
         summands=parts.order.summands,
         base=parts.frozen_base,
+        kept=parts.kept,
         numbers=numbers or {},
     )
 

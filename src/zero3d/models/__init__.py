@@ -8,9 +8,11 @@ parts.py         which class a config opens as: the whole model, or its language
 files.py         tensors of a folder's files
 quantised_folders.py  folders in 8 or 4 bits already
 load.py          weights of a folder, by slices
+kept.py          tensors of a folder that are not trained and that exports carry on
 foreign_code.py  no code of a model's folder runs
 bases.py         what a model is made of: base, language model, numbers of its config
 blocks.py        the repeated blocks, and which parameters form a unit
+recurrences.py   which modules are recurrences or short convolutions, and which parameters are theirs
 chain.py         whether a model is a chain: what pipelines can cut
 placeholders.py  what stands for the modules of other model chunks
 packing.py       whether a model keeps packed documents apart; what training passes to it

@@ -33,8 +33,10 @@ from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 from zero3d.models.build import parameters_on_meta
 from zero3d.models.freezing import train_only
+from zero3d.models.kept import Kept
 from zero3d.models.names import check_patterns, is_named, matches, own_name
 from zero3d.models.open import Opened
+from zero3d.models.recurrences import is_mixer, read_by_mixers
 from zero3d.models.saved_adapters import SavedAdapter
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
@@ -42,6 +44,10 @@ from zero3d.zero.initial_weights import Source
 ALL = ALL_LINEAR
 MARK = "lora_"  # in the names of all parameters that PEFT's LoRA adds
 LINEAR = ("Linear", "Conv1D")  # nn.Linear and transformers' transposed one
+# Mixers of these kinds of models, by transformers' names: kernels read their weights past the modules, in_proj's alone
+# not. PEFT refuses adapters on out_proj and conv1d; on x_proj they would do nothing where such a kernel runs.
+FUSED_MIXERS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+IN_PROJ, READ_BY_KERNELS = "in_proj", ("out_proj", "conv1d", "x_proj", "dt_proj")
 # PEFT imports bitsandbytes, which warns of a kernel for CPUs that is not installed: nothing here would run it.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
@@ -104,6 +110,11 @@ def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
     _check_targets(model, patterns, [*candidates, *matrices])
     modules = [name for name in candidates if is_named(name, patterns) and not is_named(name, kept)]
     stacked = [name for name in matrices if is_named(name, patterns) and not is_named(name, kept)]
+    if past := sorted(read_by_mixers(model).intersection(modules)):
+        raise ConfigError(
+            f"lora.targets has {past[0]}, whose weight its mixer reads past it, so that an adapter there would do "
+            f"nothing: leave {past[0].rpartition('.')[2]} out, and take {IN_PROJ}."
+        )
     if stacked and (choice.dropout or choice.dora):
         asked = f"lora.dropout={choice.dropout:g}" if choice.dropout else "lora.dora=true"
         raise ConfigError(
@@ -141,28 +152,51 @@ def _check_targets(model: nn.Module, patterns: Collection[str], adaptable: Colle
 
 
 def default_targets(model: nn.Module) -> tuple[str, ...]:
-    """Return the names that PEFT's table has for this kind of model, else `all-linear`."""
+    """Return the names that PEFT's table has for this kind of model, else `all-linear`.
+
+    Where the table has attention's layers alone of a model whose other blocks are mixers of Mamba, in_proj is added.
+    """
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
-    found = TABLE.get(getattr(getattr(model, "config", None), "model_type", None), (ALL,))
+    kind = _kind(model)
+    found = TABLE.get(kind, (ALL,))
     if not isinstance(found, str):
-        return tuple(found)
+        more = (IN_PROJ,) if kind in FUSED_MIXERS and not {ALL, IN_PROJ} & set(found) else ()
+        return (*found, *more)
     named = (name for name, module in model.named_modules() if re.fullmatch(found, name) and _adaptable(module))
     return tuple(named) or (ALL,)
 
 
 def all_linear(model: nn.Module) -> list[str]:
-    """Return the linear layers of the blocks: of the language model's alone where a model has other towers."""
+    """Return the linear layers of the blocks: of the language model's alone where a model has other towers.
+
+    Those of mixers that an adapter would not reach are left out.
+    """
     find: Callable[[], nn.Module] | None = getattr(model, "get_decoder", None)
     decoder = model if find is None else find()
     name = next((name for name, module in model.named_modules() if module is decoder), "")
     inside = [block for block in find_blocks(model) if block.startswith(f"{name}." if name else "")]
-    return [
-        f"{block}.{local}" if local else block
+    out = _out_of_reach(model)
+    linear = (
+        (f"{block}.{local}" if local else block)
         for block in inside
         for local, module in model.get_submodule(block).named_modules()
         if type(module).__name__ in LINEAR
-    ]
+    )
+    return [layer for layer in linear if layer not in out]
+
+
+def _kind(model: nn.Module) -> Any:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+def _out_of_reach(model: nn.Module) -> set[str]:
+    """Return the linear layers of mixers whose weights something reads past them: the mixer, or a kernel."""
+    found = read_by_mixers(model)
+    if _kind(model) in FUSED_MIXERS:
+        mixers = (name for name, module in model.named_modules() if is_mixer(module))
+        found |= {f"{mixer}.{layer}".lstrip(".") for mixer in mixers for layer in READ_BY_KERNELS}
+    return found
 
 
 def _adaptable(module: nn.Module) -> bool:
@@ -269,6 +303,11 @@ class AdapterWeights:
     def folder(self) -> Path | None:
         """The folder that frozen weights come from; None where they are new ones."""
         return getattr(self._source, "folder", None)
+
+    @property
+    def kept(self) -> Kept | None:
+        """The folder's tensors that exports of all weights carry on."""
+        return getattr(self._source, "kept", None)
 
     def files(self) -> list[Path]:
         """Return the folder's files of weights."""

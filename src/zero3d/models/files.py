@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zero3d.errors import ConfigError, short
+from zero3d.models.kept import KeptTensor
 from zero3d.models.places import INDEX, ONE_FILE, check_weights
-from zero3d.reading import Unreadable, check_regular, read_object
+from zero3d.reading import Unreadable, check_regular, read_object, tensor_places
 from zero3d.shards.boxes import Box, slices
 
 REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
@@ -26,6 +27,7 @@ class Files:
         self.folder = folder
         self._file_of = _index(folder)
         self._open: tuple[str, Any]
+        self._places: tuple[Path | None, dict[str, Any]] = (None, {})  # of the tensors of one file
         self._read: int
         self.close()
 
@@ -61,6 +63,17 @@ class Files:
         tensor: Tensor = self._handle(key).get_tensor(key)
         self._read += tensor.numel() * tensor.element_size()
         return tensor
+
+    def as_stored(self, key: str) -> KeptTensor:
+        """Return where the bytes of a tensor are. Raises ConfigError."""
+        file = self.folder / self._file_of[key]
+        try:
+            if self._places[0] != file:
+                self._places = file, tensor_places(file)
+            start, stop, dtype, shape = self._places[1][key]
+        except (OSError, Unreadable) as error:
+            raise ConfigError(f"{file} cannot be read as safetensors: copy it again.") from error
+        return KeptTensor(dtype, shape, stop - start, key, file, start)
 
     def stored(self, key: str) -> None:
         """Return None: tensors are what they are."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
+from zero3d.models.kept import Kept, find_heads
 from zero3d.models.parts import key_in_text
 from zero3d.models.quantised_folders import QuantisedFiles, Stored, open_files
 from zero3d.shards.boxes import Box, slices, whole
@@ -59,15 +60,21 @@ class FileWeights:
     """Reads parameters of `model` (as `build` gives it) from a folder's safetensors.
 
     Checks names and shapes at once, reading headers only; persistent buffers are filled in. Raises
-    ConfigError with the differences. `unused` are the files' tensors that the model has no place for.
+    ConfigError with the differences. `unused` are the files' tensors that the model has no place for; of these `kept`
+    has the heads that exports carry on (kept.py), None where there are none.
+
+    text   the model is the language model in the folder's (model.part=text)
     """
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
+    def __init__(self, folder: Path, model: nn.Module, text: bool = False) -> None:
         self._files, self._model = open_files(folder), model
         self._latest: tuple[Recipe | None, Rows, dict[str, Tensor]]  # recipe, rows, and what they were converted to
         self.close()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
-        self._recipes, self.unused = self._match(self._shapes)
+        self._recipes, unused = self._match(self._shapes)
+        heads = find_heads(unused, {key for each in self._recipes.values() for _, key in each.sources}, model)
+        self.kept = self._kept(heads, text) if heads else None
+        self.unused = [key for key in unused if key not in heads]
         self._alias = _aliases(model)
         self._check_shapes(self._shapes)
         self._check_dtypes()
@@ -129,6 +136,10 @@ class FileWeights:
         model, config = _AsBuilt(self._model, self._shapes), getattr(self._model, "config", None)
         results = converter.convert(recipe.target, model=model, config=config)
         return {target: value[0] if isinstance(value, list) else value for target, value in results.items()}
+
+    def _kept(self, keys: Sequence[str], text: bool) -> Kept:
+        """Return where heads are, by the names that they have beside what is exported."""
+        return Kept(self._files.folder, {key_in_text(key) if text else key: self._files.as_stored(key) for key in keys})
 
     # --- names and shapes ---------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from zero3d.config.sections import TEXT
 from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.models.build import RandomWeights, build
 from zero3d.models.foreign_code import no_foreign_code, refuse_code
+from zero3d.models.kept import Kept
 from zero3d.models.load import FileWeights
 from zero3d.models.parts import choose
 from zero3d.models.places import CONFIG, config_file, config_json, is_called, no_model
@@ -56,8 +57,10 @@ def open_model(model: Model, seed: int = 0) -> Opened:
     bare = open_bare(model)
     if not os.path.isdir(model.path) or model.init == "random":
         return replace(bare, weights=RandomWeights(bare.module, seed))
-    weights = FileWeights(Path(model.path), bare.module)
+    weights = FileWeights(Path(model.path), bare.module, model.part == TEXT)
     why = f" by model.part={TEXT}" if model.part == TEXT else ""
+    if weights.kept is not None:
+        bare = replace(bare, notes=(*bare.notes, _said(weights.kept)))
     unused = (
         [f"{len(weights.unused)} tensors of {model.path} are not used{why}, first {weights.unused[0]}"]
         if weights.unused
@@ -90,6 +93,13 @@ def _notes(config: Any, file: Path | None, part: str) -> tuple[str, ...]:
     """Return what is to be said of the class that a config was opened as."""
     note = choose(config, part).note
     return (f"{file}: {note}",) if note and file is not None else ()
+
+
+def _said(kept: Kept) -> str:
+    return (
+        f"{len(kept.tensors)} tensors of {kept.folder} are kept, not trained (heads for further tokens, first "
+        f"{next(iter(kept.tensors))}): an export of all weights has them as they are, an adapter's has none"
+    )
 
 
 def _named(attn: str | None) -> str | None:

@@ -28,11 +28,13 @@ from zero3d.errors import ConfigError
 from zero3d.models.adapters import AdapterWeights
 from zero3d.models.blocks import find_blocks
 from zero3d.models.codecs import CODECS, Codec, DoubleCodec, packed_of
+from zero3d.models.kept import Kept
 from zero3d.models.load import FileWeights
 from zero3d.models.names import own_name
 from zero3d.models.open import Opened
 from zero3d.models.quantised_experts import pack_stacks, stacks_of
 from zero3d.models.quantised_folders import Stored
+from zero3d.models.recurrences import read_by_mixers
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
@@ -190,14 +192,14 @@ def _formats(
 
 def find_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that can be put into packed, by name."""
-    blocks = tuple(f"{name}." for name in find_blocks(model))
+    blocks, past = tuple(f"{name}." for name in find_blocks(model)), read_by_mixers(model)
     names: dict[nn.Parameter, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         names[p] = names.get(p, 0) + 1
     return {
         name: module
         for name, module in model.named_modules()
-        if name.startswith(blocks) and type(module) is nn.Linear and _is_plain(module, names)
+        if name.startswith(blocks) and name not in past and type(module) is nn.Linear and _is_plain(module, names)
     }
 
 
@@ -289,6 +291,11 @@ class PackedSource:
     def folder(self) -> Path | None:
         """The folder that the other reads."""
         return getattr(self._source, "folder", None)
+
+    @property
+    def kept(self) -> Kept | None:
+        """The folder's tensors that exports of all weights carry on."""
+        return getattr(self._source, "kept", None)
 
     def files(self) -> list[Path]:
         """Return the files that hold its tensors."""

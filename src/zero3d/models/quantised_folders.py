@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from zero3d.errors import ConfigError, short
 from zero3d.models.codecs import CODECS, LEVELS, LEVELS_OF_MAXIMA, MAXIMA_INT8, Codec, DoubleCodec, tiles
 from zero3d.models.files import Files
+from zero3d.models.kept import DECODED, KeptTensor
 from zero3d.models.places import CONFIG, config_json
 from zero3d.shards.boxes import Box, intersect, slices, whole
 from zero3d.spec.formats import FP8, NF4, NF4_DOUBLE, SCALE, Format
@@ -193,6 +194,13 @@ class QuantisedFiles:
     def tensor(self, key: str) -> Tensor:
         """Return a tensor."""
         return self.box(key, whole(self.shape(key))) if key in self._matrices else self._files.tensor(key)
+
+    def as_stored(self, key: str) -> KeptTensor:
+        """Return where the bytes of a tensor are, or what decodes a matrix: an export has those of 16 bits."""
+        if key not in self._matrices:
+            return self._files.as_stored(key)
+        shape = self.shape(key)
+        return KeptTensor("BF16", shape, prod(shape) * DECODED.itemsize, key, None, read=self.tensor)
 
     def stored(self, key: str) -> Stored | None:
         """Return a matrix in its groups; None where the folder has none."""

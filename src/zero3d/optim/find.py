@@ -2,6 +2,7 @@
 
     in a block, two dimensions or more     a matrix: Linear, Conv1D, a convolution as [out, in h w], LoRA's A and B
     experts [experts, A, B]                one for each expert; their biases [experts, A] are none
+    of recurrences: A_log, D, dt_bias,     none: AdamW's; nor short convolutions [channels, 1, width]
     embeddings, heads, all outside blocks  none: AdamW's, as norms and biases are
 
 Fused matrices are made orthogonal apart, along their outputs. Which are fused the tensor-parallel plan says
@@ -24,6 +25,7 @@ from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.blocks import find_blocks
 from zero3d.models.names import is_named, matches, own_name
 from zero3d.models.packing import inner_model
+from zero3d.models.recurrences import own_of_recurrences
 from zero3d.optim.matrices import NONE, Form, read_split
 from zero3d.tensor_parallel.plan import Style, read_plan
 
@@ -56,12 +58,12 @@ def find_matrices(
     """
     blocks = tuple(f"{name}." for name in find_blocks(model))
     stacks = {f"{layer.name}.{key}" for layer in find_experts(model) for key in layer.parameters}
-    packed, found = _packed(model), {}
+    packed, found, recurrent = _packed(model), {}, own_of_recurrences(model)
     used: set[str] = set()
     for owner, p in _parameters(model):
         name = f"{owner.name}.{owner.local}".lstrip(".")
         stacked = name in stacks or (p.dim() == 3 and not _is_convolution(owner.module))
-        own = name.startswith(blocks) and not isinstance(owner.module, nn.Embedding) if blocks else False
+        own = name.startswith(blocks) and name not in recurrent and not isinstance(owner.module, nn.Embedding)
         chosen = own if match is None else is_named(name, match.split("|"))
         rule = _rule(name, groups)
         chosen = chosen if rule is None else rule == MUON

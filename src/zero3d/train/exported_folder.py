@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,17 +15,19 @@ from torch import nn
 
 from zero3d.checkpoint.adapter_folder import TRAINED
 from zero3d.checkpoint.forms import ADAPTER
-from zero3d.checkpoint.writing import told
+from zero3d.checkpoint.writing import told, write_kept
 from zero3d.config import Config, resolve_batch
 from zero3d.config.sections import WHOLE
 from zero3d.data.batches import validation_batches
 from zero3d.data.dataset import DataSet
 from zero3d.data.tokenizers import Tokenizer, load_tokenizer
 from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
 from zero3d.engine.engine import Engine
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.models.bases import has_tower
 from zero3d.models.foreign_code import no_foreign_code
+from zero3d.models.kept import Kept
 from zero3d.models.open import read_config
 from zero3d.models.packing import given_in_training, inner_model, is_varlen, position_rows, tell
 from zero3d.models.parts import IN_TEXT, choose
@@ -58,6 +62,32 @@ def export_model(engine: Engine, place: ExportPlace, tokenizer: Tokenizer | None
         return note
 
     return agree(everyone, complete if first else lambda: None)
+
+
+def keep_heads(kept: Kept | None, places: Sequence[ExportPlace], file: Path, everyone: Comm) -> None:
+    """Copy what exports carry on from the model's folder into the run's: the model's may be gone when the run ends.
+
+    Nothing is copied where no export has it, nor again where a run that goes on has it. All ranks call it; rank 0,
+    which writes exports, copies, and reads from there from now on. Raises CheckpointError, OutOfBudget.
+    """
+    if kept is None or all(place.kind == ADAPTER for place in places):
+        return
+    agree(everyone, partial(_keep, kept, file) if everyone.rank == 0 else lambda: None)
+
+
+def _keep(kept: Kept, file: Path) -> None:
+    if not kept.is_in(file):
+        free = shutil.disk_usage(file.parent).free
+        if free < kept.nbytes:
+            raise OutOfBudget(
+                f"exports carry on {len(kept.tensors)} tensors of {kept.folder} that are not trained, and the run "
+                f"keeps a copy of these, {kept.nbytes:,} bytes: the disk of {file.parent} has {free:,} free. Make room "
+                f"for {kept.nbytes - free:,} more, choose another output, or type checkpoint.export=false."
+            )
+        fresh = file.with_name(f".{file.name}.tmp")
+        write_kept(fresh, kept, list(kept.tensors))
+        fresh.replace(file)
+    kept.moved(file)
 
 
 def copy_processor(base: Path | None, export: Path, model: nn.Module) -> None:

@@ -5,6 +5,7 @@ OUTPUT/
   metrics.jsonl   one line per step
   metrics-unread.txt  lines of it that were no records when a run went on: what a killed run or a full disk has cut off
   checkpoints/    step-N: the last few and the best; best -> step-N
+  kept.safetensors  tensors of the model's folder that exports carry on, where there are any (models/kept.py)
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
@@ -44,11 +45,14 @@ from zero3d.watchdog.own_files import write_whole
 
 UNREAD, APPENDED = "metrics-unread.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 REPORT = "report.json"
+KEPT = "kept.safetensors"
 WRITTEN = (
     "config.yaml",
     "metrics.jsonl",
     "checkpoints",
     *NAMES,
+    KEPT,
+    f".{KEPT}.tmp",
     "loss.png",
     "trace-rank-0.json",
     "profile.json",
@@ -120,6 +124,10 @@ class Folder:
     @property
     def export(self) -> Path:
         return self.root / HF
+
+    @property
+    def kept(self) -> Path:
+        return self.root / KEPT
 
     @property
     def curve(self) -> Path:

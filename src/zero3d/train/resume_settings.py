@@ -104,8 +104,9 @@ def with_saved(config: Config, choice: str, checkpoint: Path | None) -> Config:
 def with_groups(config: Config, model: nn.Module, checkpoint: Path | None) -> tuple[Config, str | None]:
     """Return a configuration with weight decay on the same parameters as in the resumed run, and a line about it.
 
-    A run that an older version began notes null for optimizer.no_decay, its default, under which norms and biases of
-    two dimensions had weight decay. A manifest that cannot be read is refused when it is loaded.
+    A run that an older version began notes null for optimizer.no_decay, its default, under which norms, biases, rates
+    and convolutions of recurrences had weight decay where they have two dimensions or more. A manifest that cannot be
+    read is refused when it is loaded.
     """
     if checkpoint is None or config.optimizer.no_decay != BY_NAME:
         return config, None
@@ -119,8 +120,8 @@ def with_groups(config: Config, model: nn.Module, checkpoint: Path | None) -> tu
         return config, None
     kept = replace(config, optimizer=replace(config.optimizer, no_decay=None))
     return kept, (
-        f"{NO_DECAY}=null: an older version began this run and gave weight decay to {len(decayed)} norms and biases of "
-        f"two dimensions, such as {decayed[0]}; it keeps them. A new run leaves them out."
+        f"{NO_DECAY}=null: an older version began this run and gave weight decay to {len(decayed)} parameters that "
+        f"have none in a new run, such as {decayed[0]}; it keeps them."
     )
 
 

@@ -25,6 +25,7 @@ from zero3d.engine.engine import Engine
 from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
 from zero3d.models.blocks import find_blocks
+from zero3d.models.kept import Kept
 from zero3d.models.packing import forward_options, row_options
 from zero3d.models.places import has_base
 from zero3d.precision import slow_products
@@ -33,8 +34,8 @@ from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, host_peak, memory_peak
-from zero3d.train.export_places import export_places
-from zero3d.train.exported_folder import Reloaded, export_model, model_tokenizer, verifies, verify
+from zero3d.train.export_places import ExportPlace, export_places
+from zero3d.train.exported_folder import Reloaded, export_model, keep_heads, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
 from zero3d.train.folder import Folder, first_free, numbered
 from zero3d.train.lock import FolderLock
@@ -169,6 +170,9 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         with inputs.mesh.heartbeat.phase("load"):
             saved, steps = restore(config, start, inputs, engine, stream, checkpoint, from_slots)
         folder = open_folder(config, start, engine, checkpoint, lock)
+        with inputs.mesh.heartbeat.phase("load"):
+            kept: Kept | None = getattr(inputs.opened.weights, "kept", None)
+            keep_heads(kept, _places(config, inputs, folder), folder.kept, engine.world.patient)
     config, post_mortem.folder = with_output(config, folder.root), folder
     inputs.mesh.heartbeat.tell(output=str(folder.root.resolve()))
     if inputs.mesh.local_rank == 0:
@@ -213,6 +217,12 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
             return _finish(config, inputs, loop, [*earlier, *loop.history], session, layers, progress)
 
 
+def _places(config: Config, inputs: Inputs, folder: Folder) -> Sequence[ExportPlace]:
+    """Return where the run exports to."""
+    adapted, based = has_adapters(inputs.opened.module), has_base(config.model)
+    return export_places(folder.root, config.checkpoint.export, adapted, based)
+
+
 def _finish(
     config: Config,
     inputs: Inputs,
@@ -229,8 +239,7 @@ def _finish(
     fingerprint = engine.fingerprint() if engine.policy.exact else ""
     expert_load = engine.expert_load.over_dp()
     base = inputs.opened.folder
-    adapted, based = has_adapters(inputs.opened.module), has_base(config.model)
-    exports = export_places(folder.root, config.checkpoint.export, adapted, based)
+    exports = _places(config, inputs, folder)
     with nullcontext() if engine.averages is None else engine.averaged():
         for place in exports:
             with inputs.mesh.heartbeat.phase("export"):

@@ -7,19 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero3d.checkpoint.forms import ADAPTER
 from zero3d.checkpoint.frozen_base import FolderSource
 from zero3d.checkpoint.offline_export import export_stored
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.config import Config, load
+from zero3d.config.sections import TEXT
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, short
+from zero3d.models.kept import Kept, may_have_heads, of_file
+from zero3d.models.load import FileWeights
 from zero3d.models.open import Opened, open_bare
-from zero3d.models.places import is_called
+from zero3d.models.packing import inner_model
+from zero3d.models.places import has_base, is_called
 from zero3d.models.trained import as_trained, open_trained
+from zero3d.reading import Unreadable
 from zero3d.stores.cache import shown
 from zero3d.tools.cli.preflight import check_transformers
 from zero3d.tools.cli.worker import quiet_environment
 from zero3d.train.exported_folder import copy_processor, save_tokenizer
+from zero3d.train.folder import KEPT
 from zero3d.train.setup.text_part import part_of
 
 NONE = "none"
@@ -58,10 +65,13 @@ def export(step: Path, folder: Path, asked: Asked = NOTHING) -> dict[str, Any]:
     stored = StoredStates(step, asked.averages)
     opened = None if config is None else _open(config, stored, asked.config)
     model, base = (None, None) if opened is None else (opened.module, opened.weights)
-    written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None)
+    kept, lacks = (None, None) if config is None else _kept(config, step, model)
+    written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None, kept)
     if opened is not None:
         copy_processor(opened.folder, written, opened.module)
     note = "no config and no tokenizer were asked for" if config is None else _save_tokenizer(config, opened, written)
+    if asked.kind != ADAPTER:
+        note = "; ".join(filter(None, (note, lacks))) or None
     files = sorted(path for path in written.iterdir() if path.is_file())
     return {
         "checkpoint": step,
@@ -110,6 +120,30 @@ def _open(config: Config, stored: StoredStates, typed: str | None) -> Opened:
         if typed is not None:
             raise
         raise ConfigError(f"{str(error).rstrip('.')}. For another place of it type {WHAT}.") from error
+
+
+def _kept(config: Config, step: Path, model: Any) -> tuple[Kept | None, str | None]:
+    """Return what the model's folder has that a full export carries on, and a note where that is not known.
+
+    It is the run's copy, or the folder's own.
+    """
+    copy = step.resolve().parent.parent / KEPT
+    try:
+        if copy.is_file():
+            return of_file(copy), None
+        if config.model.init == "random":
+            return None, None
+        if has_base(config.model):
+            bare = open_bare(config.model).module
+            return FileWeights(Path(config.model.path), bare, config.model.part == TEXT).kept, None
+    except (OSError, Unreadable, ConfigError):
+        pass
+    if not may_have_heads(inner_model(model)):
+        return None, None
+    return None, (
+        f"heads for further tokens, which a folder of {type(inner_model(model)).__name__} may have, are not in it: "
+        f"neither {copy} nor a folder of weights is there (--config FOLDER)"
+    )
 
 
 def _save_tokenizer(config: Config, opened: Opened | None, written: Path) -> str | None:

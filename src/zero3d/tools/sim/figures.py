@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero3d.activations.targets import attentions_in
+from zero3d.activations.targets import mixers_in
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.expert_parallel.plan import find_experts, whole_over_tp
@@ -228,7 +228,7 @@ class _Recorder:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._begins, kind), with_kwargs=True)
             block.register_forward_hook(partial(self._ends, kind))
-            for i, (_, attention) in enumerate(attentions_in(block)):
+            for i, (_, attention) in enumerate(mixers_in(block)):
                 attention.register_forward_pre_hook(lambda *_, k=kind, i=i: self._live.mark(("A", k, i, "begin")))
                 attention.register_forward_hook(partial(self._attended, kind, i))
         names = Counter(p for _, p in model.named_parameters(remove_duplicate=False))

@@ -20,11 +20,12 @@ from typing import Any
 
 from torch import nn
 
-from zero3d.activations.targets import attentions_in
+from zero3d.activations.targets import mixers_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.bases import config_number, decoder_of, sees_images
 from zero3d.models.quantised_folders import stored_format
+from zero3d.models.recurrences import own_of_recurrences
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.balance import BLIND
 from zero3d.pipeline.split import active_weights, tower_of
@@ -61,14 +62,19 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = F
     ]
     eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
     for i, block in enumerate(part_names.blocks, 1):
-        attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
-        again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
+        again = 2.0 * sum(map(_in_products, dict(mixers_in(model.get_submodule(block))).values()))
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
         if apart is not None and parts[i].stacked:
             dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
             parts[i] = replace(parts[i], dispatched=dispatched)
     provenance = ["traced", "packed" * packed, said_of(model, images)]
     return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
+
+
+def _in_products(mixer: nn.Module) -> int:
+    """Return how many values of a mixer are in matrices, by which each token is multiplied."""
+    rates = own_of_recurrences(mixer)
+    return sum(p.numel() for name, p in mixer.named_parameters() if p.dim() == 2 and name not in rates)
 
 
 def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:

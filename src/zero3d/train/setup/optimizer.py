@@ -16,12 +16,12 @@ from torch import nn
 from zero3d.config import Optimizer
 from zero3d.config.problems import optimizer_arguments
 from zero3d.models.names import check_patterns, matches
+from zero3d.models.recurrences import own_of_recurrences
 from zero3d.spec.optimizer import OPTIMIZERS
 
 BY_NAME = "auto"  # of optimizer.no_decay
 NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")  # in the name of a parameter
 NORM = re.compile(r"Norm(\dd)?$")  # in the name of a class
-RATES = ("A_log",)  # of Mamba's recurrences, in older ones a matrix
 
 
 def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
@@ -67,18 +67,19 @@ def norms_and_biases(model: nn.Module) -> set[str]:
 
     Some norms and biases have two: norms per head [heads, width], biases of stacked experts [experts, out]. So names
     decide, as for transformers' Trainer, and the class of the parameter's module: a norm. Trainer decays more: rates of
-    recurrences (A_log), parameters that a model marks with `_no_weight_decay`, and those of one dimension that are
-    neither norm nor bias, such as a scale or a learned token. The name of the base model is no name of a norm
-    (roberta_prelayernorm, where Trainer decays nothing).
+    recurrences (A_log) and short convolutions (models/recurrences.py), parameters that a model marks with
+    `_no_weight_decay`, and those of one dimension that are neither norm nor bias, such as a scale or a learned token.
+    The name of the base model is no name of a norm (roberta_prelayernorm, where Trainer decays nothing).
     """
     owners, base = dict(model.named_modules()), getattr(model, "base_model_prefix", "")
+    recurrent = own_of_recurrences(model)
     return {
         name
         for name, p in model.named_parameters()
         if p.dim() < 2
         or NORM_OR_BIAS.search((name.replace(f"{base}.", "", 1) if base else name).lower())
         or NORM.search(type(owners[name.rpartition(".")[0]]).__name__)
-        or name.rpartition(".")[2] in RATES
+        or name in recurrent
         or getattr(p, "_no_weight_decay", False)
     }
 

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zero3d.config import Lora
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
-from zero3d.models.adapters import ALL, all_linear, default_targets
+from zero3d.models.adapters import find_targets
 from zero3d.models.bases import has_tower, layer_numbers, sees_images
 from zero3d.models.blocks import find_blocks
 from zero3d.models.codecs import CODECS
@@ -174,8 +175,8 @@ def _packing(model: nn.Module) -> Row:
 
 
 def _lora(model: nn.Module) -> Row:
-    targets = default_targets(model)
-    names = {name.rpartition(".")[2] for name in (all_linear(model) if targets == (ALL,) else targets)}
+    modules, stacked = find_targets(model, Lora(rank=1))
+    names = {name.rpartition(".")[2] for name in (*modules, *stacked)}
     return Row("lora", bool(names), ", ".join(sorted(names)))
 
 

@@ -1,0 +1,59 @@
+"""What recurrences and short convolutions of hybrids are made of: modules that mix tokens, and their parameters.
+
+    Mamba, Mamba 2, Gated DeltaNet, KDA    conv1d [channels, 1, width], A_log, D, dt_bias
+    short convolutions (LFM2)              conv   [channels, 1, width]
+    RG-LRU (RecurrentGemma)                conv_1d, recurrent_param, biases of gates by head
+    RWKV                                   time_decay, time_first, time_mix_*
+
+These are rates, filters and offsets of single channels or heads: no matrices, whatever their dimensions. They are told
+by what a module has, not by what it is called, since mixers are called mamba, mixer, conv, linear_attn, temporal_block.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+RATES = ("A_log", "recurrent_param", "time_decay")  # a module with one of them of its own is a recurrence
+OWN = (*RATES, "D", "time_first")  # of a recurrence, like its biases
+READ = ("dt_proj",)  # linear layers of Mamba 1 whose weight the mixer multiplies by itself: no forward of theirs runs
+SHIFTS = "time_mix_"  # RWKV's shares of this token and the one before, [1, 1, width], in its feed-forward, too
+
+
+def is_short_convolution(module: nn.Module) -> bool:
+    """Return whether a module is a convolution of channels over their last tokens: depthwise, padded to be causal.
+
+    Convolutions of towers for sounds are padded on both sides, or outside.
+    """
+    if not isinstance(module, nn.Conv1d):
+        return False
+    (width,), (padding,) = module.kernel_size, module.padding if isinstance(module.padding, tuple) else (0,)
+    depthwise = module.groups == module.in_channels == module.out_channels
+    return depthwise and width > 1 and padding == module.dilation[0] * (width - 1)
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Return whether a module mixes tokens by a short convolution or a recurrence that it has itself."""
+    return _is_recurrence(module) or any(map(is_short_convolution, module.children()))
+
+
+def read_by_mixers(model: nn.Module) -> set[str]:
+    """Return the names of linear layers whose weight a mixer reads past them: an adapter or a code would do nothing."""
+    mixers = ((owner, module) for owner, module in model.named_modules() if _is_recurrence(module))
+    return {
+        f"{owner}.{name}".lstrip(".") for owner, module in mixers for name, _ in module.named_children() if name in READ
+    }
+
+
+def own_of_recurrences(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are of recurrences or short convolutions, and no matrices."""
+    found = set()
+    for owner, module in model.named_modules():
+        recurs, convolves = _is_recurrence(module), is_short_convolution(module)
+        for name, _ in module.named_parameters(recurse=False):
+            if convolves or name.startswith(SHIFTS) or (recurs and (name in OWN or name.endswith("bias"))):
+                found.add(f"{owner}.{name}".lstrip("."))
+    return found
+
+
+def _is_recurrence(module: nn.Module) -> bool:
+    return any(isinstance(module._parameters.get(name), nn.Parameter) for name in RATES)
