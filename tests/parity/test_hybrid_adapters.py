@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
+from hybrids import HYBRIDS, hybrid
 from models import adamw, batch, bits
-from recurrences import CONFIGS, hybrid
 
 import zero3d
 from zero3d.config import Lora, load
@@ -60,7 +60,7 @@ def refuses(name):
     return False
 
 
-OTHERS = sorted(set(CONFIGS) - {*FUSED_MIXERS, "bailing_hybrid", "kimi_linear", "minimax", "recurrent_gemma", "rwkv"})
+OTHERS = sorted(set(HYBRIDS) - {*FUSED_MIXERS, "bailing_hybrid", "kimi_linear", "minimax", "recurrent_gemma", "rwkv"})
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 """Experts of hybrids shared out over ranks: in exact mode the bits of one process, at stages 2 and 3."""
 
 import pytest
+from hybrids import hybrid
 from mixtures import curve, engine_of
-from recurrences import hybrid
 
 from zero3d.expert_parallel.plan import find_experts
 
 STEPS = range(2)
-MOE = {  # beside tests/recurrences.py: experts, of Nemotron-H in a latent space, 32 wide as in tests/mixtures.py
+MOE = {  # beside tests/hybrids.py: experts, of Nemotron-H in a latent space, 32 wide as in tests/mixtures.py
     "bailing_hybrid": {"first_k_dense_replace": 1, "moe_intermediate_size": 32},
-    "granitemoehybrid": {"intermediate_size": 32},
+    "granitemoehybrid": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "jamba": {"num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1, "intermediate_size": 32},
     "kimi_linear": {"first_k_dense_replace": 1, "moe_intermediate_size": 32},
     "lfm2_moe": {"moe_intermediate_size": 32, "num_dense_layers": 1},

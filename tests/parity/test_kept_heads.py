@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrids import HYBRIDS, hybrid
 from models import adamw, batch
-from recurrences import CONFIGS, hybrid
 from safetensors.torch import load_file, save_file
 from training import save_rows, told, train, tree
 
@@ -24,7 +24,7 @@ DEEPSEEK = {
     "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "head_dim": 4,
 }  # fmt: skip
-CONFIGS = CONFIGS | {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK | {"head_dim": 8, "num_key_value_heads": 2}}
+HYBRIDS = HYBRIDS | {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK | {"head_dim": 8, "num_key_value_heads": 2}}
 MTP = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (48, 32)}
 ERNIE = {"model.mtp_block.0.mlp.up_proj.weight": (48, 32), "model.mtp_linear_proj.0.weight": (32, 64)}
 BEHIND = {f"model.layers.2.{name}": shape for name, shape in (
@@ -42,7 +42,7 @@ def with_heads(folder, name, files=1):
     """A tiny model in a folder as it is published: bf16 heads beside its weights, and what else it has no place for."""
     from unittest import mock
 
-    with mock.patch.dict("recurrences.CONFIGS", CONFIGS):
+    with mock.patch.dict("hybrids.HYBRIDS", HYBRIDS):
         hybrid(name).save_pretrained(folder)
     generator = torch.Generator().manual_seed(5)
     tensors = load_file(Path(folder) / "model.safetensors") | JUNK
@@ -229,7 +229,7 @@ def test_a_text_part_has_the_heads_and_no_tower(tmp_path):
     import transformers as t
     from families import SIZES
 
-    text = SIZES | CONFIGS["qwen3_5_text"]
+    text = SIZES | HYBRIDS["qwen3_5_text"]
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     config = t.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
     whole = t.AutoModelForImageTextToText.from_config(config)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from deep import kept_inputs, recomputed, train
+from hybrids import HYBRIDS, hybrid
 from models import clone
-from recurrences import CONFIGS, hybrid
 
 from zero3d.activations.targets import mixers_in
 from zero3d.models.blocks import find_blocks
@@ -31,7 +31,9 @@ MIXERS = {  # of each block, by name
     "recurrent_gemma": [["temporal_block"]] * 2,
     "rwkv": [["attention"]] * 2,
     "xlstm": [["mlstm_layer"]] * 2,
-    "zamba2": [["mamba"], ["mamba_decoder.mamba", "shared_transformer.self_attn"], ["mamba"]],
+    "zamba2": [["mamba"], ["mamba"], ["mamba_decoder.mamba", "shared_transformer.self_attn"], ["mamba"]],
+    "zaya": [["self_attn"]] * 2,
+    "lfm3": [["conv"], ["self_attn"]],
 }
 
 
@@ -62,4 +64,4 @@ def test_a_planner_counts_what_selective_does_not_keep_of_a_mixer(name, matrices
 
 
 def test_the_table_of_mixers_has_all_types():
-    assert set(MIXERS) == set(CONFIGS)
+    assert set(MIXERS) == set(HYBRIDS)

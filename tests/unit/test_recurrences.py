@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import family
-from recurrences import CONFIGS, hybrid
+from hybrids import HYBRIDS, hybrid
 from tensors import tiny
 from torch import nn
 
@@ -67,7 +67,7 @@ def test_what_recurrences_have_is_neither_orthogonalised_nor_decayed(name):
 
 
 def test_the_table_has_every_kind_of_mixer():
-    assert set(WANTED) <= set(CONFIGS)
+    assert set(WANTED) <= set(HYBRIDS)
 
 
 def test_models_without_recurrences_have_none():
