@@ -21,6 +21,7 @@ from zero3d.data.image_files import BadImage, decode, size_of
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.json_list import list_items
+from zero3d.data.kept_images import Pictures
 from zero3d.data.mixture import Member, Mixture
 from zero3d.data.modality import ModalityOrder, mixed
 from zero3d.data.orders import MixedOrder, Order
@@ -409,16 +410,68 @@ def test_a_processor_that_raises_is_told_with_file_and_record_and_skipped_where_
         monkeypatch.setattr(Vision, "_call", fails)
 
     rows, why = [record("5.png"), record("0.png")], r"LlavaProcessor of .* raised ZeroDivisionError for an image of "
-    with monkeypatch.context(), pytest.raises(DataError, match=rf"rows.json:record 1: {why}49 x 20 pixels: division"):
+    with (
+        monkeypatch.context(),
+        pytest.raises(DataError, match=rf"rows.json:record 1: with 5.png: {why}49 x 20 pixels: div"),
+    ):
         fails_at(lambda image: image.size == (49, 20))  # already when tokens are made
         opened(folder, rows)
     monkeypatch.undo()
     data, lenient = opened(folder, rows).train, opened(folder, rows, skip_bad_lines=True).train
     fails_at(lambda image: image.getpixel((0, 0)) == (0, 0, 255))  # of pixels: the blue one
-    with pytest.raises(DataError, match=rf"sequence 0, with 5.png: {why}.*; or leave such samples out with data.skip"):
+    with pytest.raises(DataError, match=rf"rows.json:record 1, sequence 0, with 5.png: {why}.*; or leave such samples"):
         data[0]
     with pytest.warns(UserWarning, match=rf"with 5.png: {why}.*Another sample with images stands in for it"):
         assert lenient[0]["input_ids"].equal(data[1]["input_ids"])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_image_that_is_damaged_when_a_batch_is_made_is_told_with_the_record_of_its_document(folder, packing):
+    """Behind records that are left out, empty ones, and chats of text; in a copy as workers have it."""
+    from PIL import Image
+
+    bad = folder / "images" / "later.png"
+    Image.new("RGB", (30, 30)).save(bad)
+    rows = [
+        record("none.png"),
+        record(),
+        record("1.png"),
+        {"text": ""},
+        record(["2.png", "later.png"], question="<image>"),
+    ]
+    data = pickle.loads(pickle.dumps(opened(folder, rows, skip_bad_lines=True, packing=packing).train))
+    strict = opened(folder, rows[2:], packing=packing).train
+    bad.write_text("no image")
+    place = r"rows\.json:record {}, sequence \d, with 2\.png, later\.png: the image .*later\.png is not an image"
+    with pytest.warns(UserWarning, match="^" + r".*" + place.format(5)):
+        [data[index] for index in range(len(data))]
+    with pytest.raises(DataError, match=place.format(3)):
+        [strict[index] for index in range(len(strict))]
+
+
+def test_tokens_kept_without_places_are_the_same_and_an_error_has_no_record(folder):
+    from PIL import Image
+
+    rows, bad = [record("6.png"), record("gone.png")], folder / "images" / "gone.png"
+    (folder / "kept.json").write_text(json.dumps(rows))
+    Image.new("RGB", (30, 30)).save(bad)
+    kept = opened(folder, train=str(folder / "kept.json")).train
+    bad.unlink()
+    with pytest.raises(DataError, match=r"kept\.json:record 2, sequence 1, with gone\.png: "):
+        kept[1]
+    Image.new("RGB", (30, 30)).save(bad)
+    (kept._store.folder / "image_places").unlink()
+    data = opened(folder, train=str(folder / "kept.json"))
+    assert not any("damaged" in note for note in data.notes)
+    assert (data.train._store.folder, data.train.identity) == (kept._store.folder, kept.identity)
+    bad.unlink()
+    with pytest.raises(DataError, match=r"^sequence 1, with gone\.png: "):
+        data.train[1]
+
+
+def test_a_message_names_the_first_of_many_images_in_one_line():
+    assert Pictures(("a\nb.png", {"path": "c.png"}, "d.png", "e.png")).named == "with a b.png, c.png, d.png and 1 more"
+    assert Pictures(({"bytes": b"x"},)).named == Pictures().named == ""
 
 
 def test_a_token_of_images_in_a_text_is_told(tmp_path):

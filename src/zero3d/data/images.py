@@ -121,7 +121,7 @@ class Vision:
         if len(pieces) - 1 != len(sizes):
             raise ValueError(
                 f"the chat template made {len(pieces) - 1} marks {self.mark_text} of {len(sizes)} images: they must be "
-                "as many"
+                "as many, and no text may have that mark itself"
             )
         made, found = pieces[0], _within(answers, 0, len(pieces[0]), 0)
         at = len(pieces[0])  # in `text`
