@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from fractions import Fraction
+from pathlib import Path
 
 import numpy
 import pytest
@@ -28,6 +29,10 @@ from zero3d.data.orders import MixedOrder, Order
 from zero3d.data.records import Pictured, record_of
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, DataError
+from zero3d.models import image_trial
+from zero3d.models.image_trial import check_blank_image
+from zero3d.models.open import open_model
+from zero3d.train.setup.vision import open_vision
 
 TAKES = frozenset({"pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "token_type_ids",
                    "mm_token_type_ids"})  # fmt: skip
@@ -508,6 +513,61 @@ def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be used"):
         Vision(tmp_path, TAKES)
+
+
+def vision_of(folder):
+    """The processor that a run opens for the model of a folder with images."""
+    config = load({"model": {"path": str(folder)}, "data": {"train": "x.json", "images": str(folder)}})
+    opened = open_model(config.model)
+    return open_vision(config, opened), opened.module
+
+
+@pytest.mark.parametrize(("family", "file", "settings", "why"), [
+    ("llava", "processor_config.json", {"patch_size": 7},
+     r"\[1, 3, 28, 28\] and 16 tokens, and the model makes 4 features of it.* patch_size 7, .*config.json has .*patch_size 14"),
+    ("llava", "config.json", {"vision_feature_select_strategy": "full"},
+     r"and 4 tokens, and the model makes 5 features of it.*strategy default; config.json has .*strategy full"),
+    ("qwen3_vl", "preprocessor_config.json", {"patch_size": 28},
+     r"\[4, 4704\] and 1 token, and the model raises .*patch_size 28, .*config.json has patch_size 14"),
+    ("qwen3_vl", "preprocessor_config.json", {"merge_size": 1},
+     r"and 4 tokens, and the model makes 1 feature of it.*merge_size 1, .*config.json has .*spatial_merge_size 2"),
+])  # fmt: skip
+def test_a_processor_of_another_model_is_refused_at_the_start_with_the_numbers_of_both(
+    tmp_path, family, file, settings, why
+):
+    model = Path(save_model(tmp_path, family))
+    vision_of(model)
+    given = json.loads((model / file).read_text())
+    (model / file).write_text(json.dumps(given | settings))
+    start = f"^the processor of {model} is not that of its model: of an image of 1 x 1 pixels it makes .*"
+    with pytest.raises(ConfigError, match=start + why):
+        vision_of(model)
+
+
+def test_a_processor_with_the_models_numbers_is_tried_once(tmp_path, monkeypatch):
+    _, model = vision_of(save_model(tmp_path))
+    monkeypatch.setattr("zero3d.models.image_trial._tried", None)
+    check_blank_image(model)
+
+
+def test_a_model_with_more_features_than_tokens_is_asked_itself(tmp_path, monkeypatch):
+    folder = save_model(tmp_path)
+    raw = image_trial._tried
+    monkeypatch.setattr("zero3d.models.image_trial._tried", lambda *given: (more(raw(*given)[0]), ()))
+    vision_of(folder)
+
+
+def more(features):
+    features.pooler_output = torch.zeros(1, 9, 16)
+    return features
+
+
+def test_a_model_without_a_tower_is_refused_where_the_data_have_images(tmp_path):
+    config = json.loads((Path(save_model(tmp_path / "model")) / "config.json").read_text())
+    text = config["text_config"] | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(text))
+    with pytest.raises(ConfigError, match=r"the data have images, and LlamaForCausalLM of model\.path=.* takes none"):
+        vision_of(tmp_path / "model")
 
 
 NAMES = [

@@ -189,10 +189,18 @@ def test_a_blank_image_is_the_smallest_that_the_processor_takes_and_the_model_is
 
     model = tiny.model("qwen3_vl")
     of_config = image_inputs(model, smallest=True)
-    blank = vision.blank()
+    blank, size = vision.blank()
+    assert size == (1, 1)
     give_blank_image(model, blank | {"labels": torch.ones(1)})
     given = image_inputs(model, smallest=True)
     assert set(given) == set(of_config) == {"pixel_values", "image_grid_thw"}
     assert all(given[name].equal(blank[name]) for name in given)
     assert given["pixel_values"].abs().min() > 0  # some models take an image of zeros for none
     assert not image_inputs(model)["image_grid_thw"].equal(given["image_grid_thw"])
+
+
+@pytest.mark.parametrize("vision", ["lighton_ocr"], indirect=True)
+def test_a_blank_image_is_large_enough_for_a_token(vision):
+    assert not vision.tokens([(1, 1)])
+    _, size = vision.blank()
+    assert size == (28, 28)

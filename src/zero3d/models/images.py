@@ -53,7 +53,9 @@ GIVEN = "zero3d_blank_image"  # the attribute of a base model with what its proc
 
 
 class _Shared(dict[str, Tensor]):
-    """Tensors that copies of a model share."""
+    """Tensors that copies of a model share. taken: the model has been tried with them."""
+
+    taken = False
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return self
@@ -64,6 +66,16 @@ def give_blank_image(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     base = image_model(model)
     takes = inspect.signature(base.get_image_features).parameters
     vars(base)[GIVEN] = _Shared({name: tensor for name, tensor in inputs.items() if name in takes})
+
+
+def note_taken(model: nn.Module) -> None:
+    """Note that a model's tower runs on the blank image that it was given."""
+    vars(image_model(model))[GIVEN].taken = True
+
+
+def takes_blank_image(model: nn.Module) -> bool:
+    """Return whether that has been noted."""
+    return bool(getattr(vars(image_model(model)).get(GIVEN), "taken", False))
 
 
 def is_for_towers(name: str) -> bool:
