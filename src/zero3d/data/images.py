@@ -235,7 +235,7 @@ class Vision:
             raise ConfigError(f"the processor of {self.folder} cannot be used: {error}{_remedy(error)}.") from error
         if "pixel_values" not in rules.of:
             raise ConfigError(f"the processor of {self.folder} cannot be used: it makes no pixel_values.")
-        first, second, together, _ = expansions
+        first, second, together, *_ = expansions
         return _Found(rules, self._image_token(second[0]), together == first + second)
 
     def _image_token(self, expansion: str) -> int:
