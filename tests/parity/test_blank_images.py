@@ -231,11 +231,16 @@ def generate(engine_or_model, shown, **options):
 
 
 def generate_on_a_rank(name, stage):
-    """After a step: what this rank's sequences with images go on with, units gathered for all tokens and for each."""
+    """What this rank's sequences go on with, units gathered for all tokens and for each: with images on both ranks or on
+    one, and videos on one; after a step again with images on both."""
     rank = torch.distributed.get_rank()
     engine = zero3d.Engine(model(name), stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw)
+    found = []
+    for keep in (False, True):
+        for step in batches(name):
+            found.append(generate(engine, step[rank], keep_full=keep))
+            engine.release()
     shown = batches(name)[3][rank]
-    found = [generate(engine, shown, keep_full=keep) for keep in (True, False)]
     engine.train_batch([shown])
     return [*found, generate(engine, shown)]
 
@@ -245,13 +250,13 @@ def generate_on_a_rank(name, stage):
 def test_images_are_answered_as_by_the_model_itself(ranks, name, stage):
     plain = model(name)
     optimizer = adamw(plain.parameters())
-    wanted = [generate(plain.eval(), shown) for shown in batches(name)[3]]
+    wanted = [[generate(plain.eval(), step[rank]) for step in batches(name)] for rank in (0, 1)]
     (sum(plain.train()(**shown, use_cache=False).loss for shown in batches(name)[3]) / 2).backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     optimizer.step()
     trained = [generate(plain.eval(), shown) for shown in batches(name)[3]]
     found = ranks(2, generate_on_a_rank, name, stage)
-    assert found == [[each, each, after] for each, after in zip(wanted, trained, strict=True)]
+    assert found == [[*each, *each, after] for each, after in zip(wanted, trained, strict=True)]
 
 
 def train_without_tower():

@@ -1,6 +1,7 @@
 """TRL's trainers on Qwen3-VL at stage 3. Needs the extra trl.
 
-In SFT and DPO a rank's micro-batch may be text alone. In GRPO all prompts have images: TRL itself takes no others beside.
+In SFT and DPO a rank's micro-batch may be text alone. In GRPO all prompts of a rank have images, or none has: TRL itself
+takes no others beside.
 """
 
 from importlib.util import find_spec
@@ -81,7 +82,7 @@ def preferring(folder, stage, processor):
     return DPOTrainer(str(folder / "model"), args=args, train_dataset=data, processing_class=processor)
 
 
-def in_groups(folder, stage, processor):
+def in_groups(folder, stage, processor, run=ROWS, **more):
     from trl import GRPOConfig, GRPOTrainer
 
     def reward(completions, **others):
@@ -89,15 +90,20 @@ def in_groups(folder, stage, processor):
 
     args = options(
         folder, stage, GRPOConfig, num_generations=4, max_completion_length=6, per_device_train_batch_size=4,
-        learning_rate=1e-3, beta=0.1,
+        learning_rate=1e-3, beta=0.1, **more,
     )  # fmt: skip
-    data = rows(run=ROWS, prompt=lambda i, colour: said("user", "what is it ?"))
+    data = rows(run, prompt=lambda i, colour: said("user", "what is it ?"))
     return GRPOTrainer(
         str(folder / "model"), reward_funcs=reward, args=args, train_dataset=data, processing_class=processor
     )
 
 
-@pytest.mark.parametrize("train", [fine_tuning, preferring, in_groups])
+def in_groups_of_a_rank(folder, stage, processor):
+    """The same with images on one rank of two: it gets two prompts, the other the next two."""
+    return in_groups(folder, stage, processor, run=2, shuffle_dataset=False, log_multimodal=False)
+
+
+@pytest.mark.parametrize("train", [fine_tuning, preferring, in_groups, in_groups_of_a_rank])
 def test_trainers_of_a_model_that_sees_have_the_losses_of_plain_ones(ranks, folder, train):
     wanted = ranks(2, trained, None, folder, train)[0]
     for found in ranks(2, trained, 3, folder, train):

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from fractions import Fraction
+from pathlib import Path
 
 import numpy
 import pytest
@@ -21,12 +22,17 @@ from zero3d.data.image_files import BadImage, decode, size_of
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.json_list import list_items
+from zero3d.data.kept_images import Pictures
 from zero3d.data.mixture import Member, Mixture
 from zero3d.data.modality import ModalityOrder, mixed
 from zero3d.data.orders import MixedOrder, Order
 from zero3d.data.records import Pictured, record_of
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, DataError
+from zero3d.models import image_trial
+from zero3d.models.image_trial import check_blank_image
+from zero3d.models.open import open_model
+from zero3d.train.setup.vision import open_vision
 
 TAKES = frozenset({"pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "token_type_ids",
                    "mm_token_type_ids"})  # fmt: skip
@@ -409,16 +415,68 @@ def test_a_processor_that_raises_is_told_with_file_and_record_and_skipped_where_
         monkeypatch.setattr(Vision, "_call", fails)
 
     rows, why = [record("5.png"), record("0.png")], r"LlavaProcessor of .* raised ZeroDivisionError for an image of "
-    with monkeypatch.context(), pytest.raises(DataError, match=rf"rows.json:record 1: {why}49 x 20 pixels: division"):
+    with (
+        monkeypatch.context(),
+        pytest.raises(DataError, match=rf"rows.json:record 1: with 5.png: {why}49 x 20 pixels: div"),
+    ):
         fails_at(lambda image: image.size == (49, 20))  # already when tokens are made
         opened(folder, rows)
     monkeypatch.undo()
     data, lenient = opened(folder, rows).train, opened(folder, rows, skip_bad_lines=True).train
     fails_at(lambda image: image.getpixel((0, 0)) == (0, 0, 255))  # of pixels: the blue one
-    with pytest.raises(DataError, match=rf"sequence 0, with 5.png: {why}.*; or leave such samples out with data.skip"):
+    with pytest.raises(DataError, match=rf"rows.json:record 1, sequence 0, with 5.png: {why}.*; or leave such samples"):
         data[0]
     with pytest.warns(UserWarning, match=rf"with 5.png: {why}.*Another sample with images stands in for it"):
         assert lenient[0]["input_ids"].equal(data[1]["input_ids"])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_image_that_is_damaged_when_a_batch_is_made_is_told_with_the_record_of_its_document(folder, packing):
+    """Behind records that are left out, empty ones, and chats of text; in a copy as workers have it."""
+    from PIL import Image
+
+    bad = folder / "images" / "later.png"
+    Image.new("RGB", (30, 30)).save(bad)
+    rows = [
+        record("none.png"),
+        record(),
+        record("1.png"),
+        {"text": ""},
+        record(["2.png", "later.png"], question="<image>"),
+    ]
+    data = pickle.loads(pickle.dumps(opened(folder, rows, skip_bad_lines=True, packing=packing).train))
+    strict = opened(folder, rows[2:], packing=packing).train
+    bad.write_text("no image")
+    place = r"rows\.json:record {}, sequence \d, with 2\.png, later\.png: the image .*later\.png is not an image"
+    with pytest.warns(UserWarning, match="^" + r".*" + place.format(5)):
+        [data[index] for index in range(len(data))]
+    with pytest.raises(DataError, match=place.format(3)):
+        [strict[index] for index in range(len(strict))]
+
+
+def test_tokens_kept_without_places_are_the_same_and_an_error_has_no_record(folder):
+    from PIL import Image
+
+    rows, bad = [record("6.png"), record("gone.png")], folder / "images" / "gone.png"
+    (folder / "kept.json").write_text(json.dumps(rows))
+    Image.new("RGB", (30, 30)).save(bad)
+    kept = opened(folder, train=str(folder / "kept.json")).train
+    bad.unlink()
+    with pytest.raises(DataError, match=r"kept\.json:record 2, sequence 1, with gone\.png: "):
+        kept[1]
+    Image.new("RGB", (30, 30)).save(bad)
+    (kept._store.folder / "image_places").unlink()
+    data = opened(folder, train=str(folder / "kept.json"))
+    assert not any("damaged" in note for note in data.notes)
+    assert (data.train._store.folder, data.train.identity) == (kept._store.folder, kept.identity)
+    bad.unlink()
+    with pytest.raises(DataError, match=r"^sequence 1, with gone\.png: "):
+        data.train[1]
+
+
+def test_a_message_names_the_first_of_many_images_in_one_line():
+    assert Pictures(("a\nb.png", {"path": "c.png"}, "d.png", "e.png")).named == "with a b.png, c.png, d.png and 1 more"
+    assert Pictures(({"bytes": b"x"},)).named == Pictures().named == ""
 
 
 def test_a_token_of_images_in_a_text_is_told(tmp_path):
@@ -455,6 +513,61 @@ def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be used"):
         Vision(tmp_path, TAKES)
+
+
+def vision_of(folder):
+    """The processor that a run opens for the model of a folder with images."""
+    config = load({"model": {"path": str(folder)}, "data": {"train": "x.json", "images": str(folder)}})
+    opened = open_model(config.model)
+    return open_vision(config, opened), opened.module
+
+
+@pytest.mark.parametrize(("family", "file", "settings", "why"), [
+    ("llava", "processor_config.json", {"patch_size": 7},
+     r"\[1, 3, 28, 28\] and 16 tokens, and the model makes 4 features of it.* patch_size 7, .*config.json has .*patch_size 14"),
+    ("llava", "config.json", {"vision_feature_select_strategy": "full"},
+     r"and 4 tokens, and the model makes 5 features of it.*strategy default; config.json has .*strategy full"),
+    ("qwen3_vl", "preprocessor_config.json", {"patch_size": 28},
+     r"\[4, 4704\] and 1 token, and the model raises .*patch_size 28, .*config.json has patch_size 14"),
+    ("qwen3_vl", "preprocessor_config.json", {"merge_size": 1},
+     r"and 4 tokens, and the model makes 1 feature of it.*merge_size 1, .*config.json has .*spatial_merge_size 2"),
+])  # fmt: skip
+def test_a_processor_of_another_model_is_refused_at_the_start_with_the_numbers_of_both(
+    tmp_path, family, file, settings, why
+):
+    model = Path(save_model(tmp_path, family))
+    vision_of(model)
+    given = json.loads((model / file).read_text())
+    (model / file).write_text(json.dumps(given | settings))
+    start = f"^the processor of {model} is not that of its model: of an image of 1 x 1 pixels it makes .*"
+    with pytest.raises(ConfigError, match=start + why):
+        vision_of(model)
+
+
+def test_a_processor_with_the_models_numbers_is_tried_once(tmp_path, monkeypatch):
+    _, model = vision_of(save_model(tmp_path))
+    monkeypatch.setattr("zero3d.models.image_trial._tried", None)
+    check_blank_image(model)
+
+
+def test_a_model_with_more_features_than_tokens_is_asked_itself(tmp_path, monkeypatch):
+    folder = save_model(tmp_path)
+    raw = image_trial._tried
+    monkeypatch.setattr("zero3d.models.image_trial._tried", lambda *given: (more(raw(*given)[0]), ()))
+    vision_of(folder)
+
+
+def more(features):
+    features.pooler_output = torch.zeros(1, 9, 16)
+    return features
+
+
+def test_a_model_without_a_tower_is_refused_where_the_data_have_images(tmp_path):
+    config = json.loads((Path(save_model(tmp_path / "model")) / "config.json").read_text())
+    text = config["text_config"] | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(text))
+    with pytest.raises(ConfigError, match=r"the data have images, and LlamaForCausalLM of model\.path=.* takes none"):
+        vision_of(tmp_path / "model")
 
 
 NAMES = [

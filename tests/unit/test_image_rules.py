@@ -107,6 +107,27 @@ def test_what_counts_rows_may_be_counted_itself():
     }  # fmt: skip
 
 
+def test_what_is_in_proportion_to_the_rows_of_two_images_by_chance_counts_none():
+    """A number of colours is twice the tiles of the small image and of the large one, and not of a third."""
+    rows = {112: 2, 1000: 6, 450: 3}
+
+    def process(documents):
+        images = [image for images in documents for image in images]
+        colours = {112: 1, 1000: 3, 450: 2}
+        return {
+            "pixel_values": torch.ones(sum(rows[image.width] for image in images), 2),
+            "colours": torch.tensor([[colours[image.width]] for image in images]),
+            "tiles": torch.tensor([[rows[image.width], 1] for image in images]),
+        }
+
+    rules = find_rules(process, ["pixel_values"])
+    assert rules.of["pixel_values"] == Rule(PART, counts="tiles", per=Fraction(1))
+    for_all = dict.fromkeys(rows, 2) | {450: 3}
+    constant = find_rules(made_by(lambda width, height: for_all[width]), ["pixel_values"])
+    with pytest.raises(ValueError, match="nothing tells how many rows of pixel_values an image has"):
+        constant.split({"pixel_values": torch.ones(4, 2)}, [[1], [1]])
+
+
 @pytest.mark.parametrize(("shape", "rule", "patches"), [
     ((12, 5), Rule(PART, counts="grid", per=Fraction(3)), 4),
     ((1, 7, 3, 28, 28), Rule(DOCUMENT), 7),
@@ -189,10 +210,18 @@ def test_a_blank_image_is_the_smallest_that_the_processor_takes_and_the_model_is
 
     model = tiny.model("qwen3_vl")
     of_config = image_inputs(model, smallest=True)
-    blank = vision.blank()
+    blank, size = vision.blank()
+    assert size == (1, 1)
     give_blank_image(model, blank | {"labels": torch.ones(1)})
     given = image_inputs(model, smallest=True)
     assert set(given) == set(of_config) == {"pixel_values", "image_grid_thw"}
     assert all(given[name].equal(blank[name]) for name in given)
     assert given["pixel_values"].abs().min() > 0  # some models take an image of zeros for none
     assert not image_inputs(model)["image_grid_thw"].equal(given["image_grid_thw"])
+
+
+@pytest.mark.parametrize("vision", ["lighton_ocr"], indirect=True)
+def test_a_blank_image_is_large_enough_for_a_token(vision):
+    assert not vision.tokens([(1, 1)])
+    _, size = vision.blank()
+    assert size == (28, 28)

@@ -28,7 +28,7 @@ WITHOUT = {  # types without a tiny model that trains on images
 }  # fmt: skip
 UNREADABLE = "shieldgemma2"  # transformers saves it under names that it does not read again
 EVERY = [kind for kind in types() if kind not in {*WITHOUT, UNREADABLE}]
-READ = json.loads((Path(__file__).parents[1] / "data" / "adapter_names.json").read_text())  # by other libraries
+READ = json.loads((Path(__file__).parents[1] / "data" / "adapter_names.json").read_text())["types"]  # by another library
 
 
 def keys(folder):
@@ -121,26 +121,27 @@ def test_a_missing_tensor_of_a_tower_is_refused_by_its_name(tmp_path):
         open_model(Model(path=str(tmp_path)))
 
 
-def read_elsewhere(key):
+def read_elsewhere(key, prefixes):
     """The module that a tensor of an adapter is for, as its reader finds it."""
     name = key.removeprefix("base_model.model.")
-    start, instead = next(((a, b) for a, b in READ["prefixes"].items() if name.startswith(a)), ("", ""))
+    start, instead = next(((a, b) for a, b in prefixes.items() if name.startswith(a)), ("", ""))
     return (instead + name.removeprefix(start)).rpartition(".lora_")[0]
 
 
-def test_adapters_have_names_that_peft_and_a_server_read(tmp_path):
+@pytest.mark.parametrize("kind", READ)
+def test_adapters_have_names_that_peft_and_a_server_read(tmp_path, kind):
     """The server maps the start of a name, and has these modules: tests/data/adapter_names.json says where."""
-    tiny_model("qwen3_vl").save_pretrained(tmp_path / "base")
-    engine = engine_of(
-        tmp_path / "base", {"lora": {"rank": 2, "targets": ["q_proj", "qkv", "down_proj", "linear_fc1"]}}
-    )
+    read = READ[kind]
+    tiny_model(kind).save_pretrained(tmp_path / "base")
+    engine = engine_of(tmp_path / "base", {"lora": {"rank": 2, "targets": read["targets"]}})
     found = keys(engine.export(tmp_path / "adapter", "adapter"))
-    assert {re.sub(r"\.\d+\.", ".*.", read_elsewhere(key)) for key in found} == set(READ["modules"])
+    assert type(tiny_model(kind)).__name__ == read["class"]
+    assert {re.sub(r"\.\d+\.", ".*.", read_elsewhere(key, read["prefixes"])) for key in found} == set(read["modules"])
     assert {key.split(".lora_")[1] for key in found} == {"A.weight", "B.weight"}
     assert all(key.startswith("base_model.model.model.") for key in found)
     from peft import PeftModel
 
-    loaded = PeftModel.from_pretrained(tiny_model("qwen3_vl"), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(tiny_model(kind), tmp_path / "adapter")
     assert {name for name in loaded.state_dict() if ".lora_" in name} == {
         key.replace(".weight", ".default.weight") for key in found
     }

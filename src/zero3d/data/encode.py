@@ -195,7 +195,7 @@ class Encoder:
             self._leave_out(BadRecord(str(error), record.place))
         else:
             self.counts.unused.update(self._images.unused(record.messages, record.options))
-            yield self._learnt(tokens, pictures)
+            yield self._learnt(tokens, pictures._replace(place=record.place))
 
     def _learnt(self, tokens: Tokens, pictures: Pictures = NO_PICTURES) -> Encoded:
         self.counts.across += tokens.across

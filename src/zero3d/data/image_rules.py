@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 
 IMAGE, PART, DOCUMENT = "image", "part", "document"
 SIZES = (112, 112), (1000, 600)  # of the two images on which a processor is tried: the second is worth several tiles
+THIRD = (450, 200)  # of one more, where rows of an image are counted: two numbers may be in proportion by chance
 Outputs = Mapping[str, Tensor]
 
 
@@ -112,8 +113,11 @@ def find_rules(process: Callable[[list[list[Any]]], Mapping[str, Any]], names: I
         except ValueError:
             if name in wanted:
                 raise
-    for _ in rules:  # what counts may be counted itself
-        rules |= {name: _counted(name, rule, rules, tried) for name, rule in rules.items() if not rule.per}
+    if not all(rule.per for rule in rules.values()):
+        alone = tried.first, tried.second, process([[_noise(THIRD)]])
+        for _ in rules:  # what counts may be counted itself
+            counted = {name: _counted(name, rule, rules, tried, alone) for name, rule in rules.items() if not rule.per}
+            rules |= counted
     needed = wanted
     while more := {counts for name in needed if (counts := rules[name].counts)} - needed:
         needed = needed | more
@@ -155,14 +159,23 @@ def _length(made: Mapping[str, Any], name: str, dim: int) -> int:
     return int(made[name].shape[dim]) if name in made else 0
 
 
-def _counted(name: str, rule: Rule, rules: Mapping[str, Rule], tried: _Tried) -> Rule:
-    """Return the rule of a PART with the output that counts it, where there is one or all images have as many."""
-    first, second, together = (_length(made, name, rule.dim) for made in tried[:3])
+def _counted(
+    name: str, rule: Rule, rules: Mapping[str, Rule], tried: _Tried, alone: Sequence[Mapping[str, Any]]
+) -> Rule:
+    """Return the rule of a PART with the output that counts it, where there is one or all images have as many.
+
+    alone  what the processor made of three images, one by one
+    """
+    rows = [_length(made, name, rule.dim) for made in alone]
     for other, of_other in rules.items():
-        sums = [sum(_counts(made[other])) if other in made else 0 for made in tried[:2]]
-        if of_other.of != DOCUMENT and of_other.per and sums[1] and first * sums[1] == second * sums[0]:
-            return rule._replace(counts=other, per=Fraction(second, sums[1]))
-    return rule._replace(per=Fraction(first)) if first == second and together == 2 * first else rule
+        if of_other.of == DOCUMENT or not of_other.per:
+            continue
+        sums = [sum(_counts(made[other])) if other in made else 0 for made in alone]
+        per = Fraction(rows[1], sums[1]) if sums[1] else Fraction(0)
+        if per and rows == [per * count for count in sums]:
+            return rule._replace(counts=other, per=per)
+    alike = len(set(rows)) == 1 and _length(tried.together, name, rule.dim) == 2 * rows[0]
+    return rule._replace(per=Fraction(rows[0])) if alike else rule
 
 
 def _counts(value: Tensor) -> list[int]:

@@ -103,37 +103,39 @@ class ImageSequences(Sequences):
     def _whole(self, index: int) -> dict[str, Any]:
         """Return this sample, or the one which stands in for it."""
         for taken in (*range(index, len(self)), *range(index)):
-            pictures = [self._kept[int(document)] for document in self._documents(self._spans_of(taken)[:, 0])]
+            documents = [int(document) for document in self._documents(self._spans_of(taken)[:, 0])]
+            pictures = [self._kept[document] for document in documents]
             if taken != index and not any(each.names for each in pictures):
                 continue
-            sample, damaged = self._read(taken, pictures)
+            sample, damaged = self._read(taken, documents, pictures)
             learnt = bool((sample["labels"] != IGNORED).any())
             for error in damaged:
                 self._damaged += 1
                 fate = "Nothing of its document is learnt" if learnt else "Another sample with images stands in for it"
-                warnings.warn(f"sequence {taken:,}, {error}. {fate} (damaged so far: {self._damaged:,}).", stacklevel=2)
+                warnings.warn(f"{error}. {fate} (damaged so far: {self._damaged:,}).", stacklevel=2)
             if learnt or not damaged:
                 return sample
         raise DataError("no image of the data is whole: copy them again.")
 
-    def _read(self, index: int, pictures: Listed[Pictures]) -> tuple[dict[str, Any], list[str]]:
+    def _read(self, index: int, numbers: Listed[int], pictures: Listed[Pictures]) -> tuple[dict[str, Any], list[str]]:
         """Return a sample, and what is wrong with images of it. Raises DataError where they may not be skipped.
 
-        pictures  of each of its documents
+        numbers, pictures  of each of its documents, in the store
         """
         row, at = super().__getitem__(index), 0
         documents: list[dict[str, Any]] = []
         damaged: list[str] = []
-        for (start, stop), shown in zip(self._spans_of(index).tolist(), pictures, strict=True):
+        for (start, stop), number, shown in zip(self._spans_of(index).tolist(), numbers, pictures, strict=True):
             part = slice(at, at := at + stop - start)
             document = {name: row[name][part] for name in ("input_ids", "labels")}
             try:
                 document = self._shown(document, shown)
             except BadImage as error:
-                told = f"with {', '.join(shown.names)}: {error}"
+                where = [self._kept.place(number), f"sequence {index:,}", shown.named]
+                told = f"{', '.join(filter(None, where))}: {error}"
                 if not self._images.skip:
                     remedy = "or leave such samples out with data.skip_bad_lines=true."
-                    raise DataError(f"sequence {index:,}, {told}; {remedy}") from error
+                    raise DataError(f"{told}; {remedy}") from error
                 damaged.append(told)
                 document |= {"labels": torch.full_like(document["labels"], IGNORED)}
                 document = self._images.vision.shown(document, [[white(size) for size in shown.sizes]])

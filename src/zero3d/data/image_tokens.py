@@ -10,7 +10,7 @@ from typing import Any
 from zero3d.data.chat import NO_OPTIONS, ChatTemplate, Tokens
 from zero3d.data.chat_keys import Message
 from zero3d.data.conversations import Messages
-from zero3d.data.image_files import size_of
+from zero3d.data.image_files import BadImage, size_of
 from zero3d.data.images import Vision
 from zero3d.data.kept_images import Pictures
 from zero3d.data.tokenizers import HfTokenizer, Tokenizer
@@ -47,7 +47,10 @@ class ImageTokens:
         shown = messages if self._takes_parts else [self._flat(message) for message in messages]
         rendered = self._template.render(shown, options)
         start = not self._template.starts_itself(rendered.text)
-        text, answers = self.vision.expand(rendered.text, rendered.answers, sizes)
+        try:
+            text, answers = self.vision.expand(rendered.text, rendered.answers, sizes)
+        except BadImage as error:  # of the processor, which knows no names
+            raise BadImage(f"{Pictures(tuple(images)).named}: {error}".removeprefix(": ")) from error
         tokens = self._template.tokens(rendered._replace(text=text, answers=answers), start)
         ids = tokens.ids
         found, wanted = ids.count(self.vision.image), self.vision.tokens(sizes)

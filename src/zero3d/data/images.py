@@ -41,6 +41,8 @@ PIXELS = "images"  # the entry of a sample that has what the processor made of e
 KINDS = (*TOLD_APART, "moe_mm_token_type_ids")  # what tells tokens of images from others
 PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")  # which some processors need beside Pillow
 SIDES = (1, 2, 4, 8, 16, 28, 32, 56, 64, 112, 224, 448)  # pixels of a blank image: the first that a processor takes
+SETTINGS = ("size", "crop_size", "patch_size", "merge_size", "temporal_patch_size", "image_seq_length", "image_seq_len",
+            "num_additional_image_tokens", "vision_feature_select_strategy")  # fmt: skip
 LONGEST = 300  # characters of an error of transformers
 Size = tuple[int, int]  # width, height
 
@@ -121,7 +123,7 @@ class Vision:
         if len(pieces) - 1 != len(sizes):
             raise ValueError(
                 f"the chat template made {len(pieces) - 1} marks {self.mark_text} of {len(sizes)} images: they must be "
-                "as many"
+                "as many, and no text may have that mark itself"
             )
         made, found = pieces[0], _within(answers, 0, len(pieces[0]), 0)
         at = len(pieces[0])  # in `text`
@@ -167,14 +169,23 @@ class Vision:
         joined = self.rules.concatenate(documents)
         return {name: value for name, value in joined.items() if name in self.takes}
 
-    def blank(self) -> dict[str, Tensor]:
-        """Return what the model takes of a white image, the smallest that its processor takes. Raises BadImage."""
+    def blank(self) -> tuple[dict[str, Tensor], Size]:
+        """Return what the model takes of a white image, the smallest with a token, and its size. Raises BadImage."""
+        raised = BadImage(f"{type(self._processor).__name__} gives a white image no token")
         for side in SIDES:
             try:
-                return self.pixels([self.outputs([white((side, side))])])
+                if self.tokens([(side, side)]):
+                    return self.pixels([self.outputs([white((side, side))])]), (side, side)
             except BadImage as error:
                 raised = error
         raise raised
+
+    def settings(self) -> str:
+        """Say what the processor is set to, of what decides the form of images and how many tokens they have."""
+        told: dict[str, Any] = {}
+        for part in (self._processor.image_processor, self._processor):
+            told |= {name: value for name in SETTINGS if (value := getattr(part, name, None)) is not None}
+        return ", ".join(f"{name} {_plain(value)}" for name, value in told.items())
 
     def kinds(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return int64 [tokens] that tell tokens of images from those of texts, where the model takes such.
@@ -224,7 +235,7 @@ class Vision:
             raise ConfigError(f"the processor of {self.folder} cannot be used: {error}{_remedy(error)}.") from error
         if "pixel_values" not in rules.of:
             raise ConfigError(f"the processor of {self.folder} cannot be used: it makes no pixel_values.")
-        first, second, together, _ = expansions
+        first, second, together, *_ = expansions
         return _Found(rules, self._image_token(second[0]), together == first + second)
 
     def _image_token(self, expansion: str) -> int:
@@ -256,6 +267,14 @@ class Vision:
                 f"{type(processor).__name__} of {self.folder} raised {type(error).__name__} for an image of {sizes} "
                 f"pixels: {_in_short(error)}"
             ) from error
+
+
+def _plain(value: Any) -> str:
+    """Return a setting in words: of a size those of its numbers that are set."""
+    numbers = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+    if not numbers:
+        return str(value)
+    return f"({', '.join(f'{name} {number}' for name, number in numbers.items() if number is not None)})"
 
 
 def _mark(processor: Any, folder: Path) -> str:

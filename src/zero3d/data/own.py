@@ -267,7 +267,7 @@ class ImageItems(OwnSamples):
             images = [decode(self._images.folder, image) for image in pictures.names]
             return self._images.vision.shown(super()._sample(ids, labels, pictures, place), [images])
         except BadImage as error:
-            raise DataError(f"{place}: {error}.") from error
+            raise DataError(f"{', '.join(filter(None, (place, pictures.named)))}: {error}.") from error
 
     @property
     def identity(self) -> dict[str, int | str]:

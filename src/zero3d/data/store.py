@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from zero3d.data.encode import Encoded, Encoder
 from zero3d.data.files import Source
 from zero3d.data.image_tokens import ImageTokens
-from zero3d.data.kept_images import ImageWriter, Pictures
+from zero3d.data.kept_images import PLACES, ImageWriter, Pictures
 from zero3d.data.packing import Documents
 from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer
@@ -45,6 +45,7 @@ from zero3d.stores.cache import DEFAULT
 VERSION = 4
 UPRIGHT = "upright"  # sizes of images are those after they were turned by their EXIF data
 COUNTED = "patches"  # of images are kept
+PLACED = "places"  # of records with images are kept
 BACKFILL = 1 << 20  # target marks written at once
 
 
@@ -164,7 +165,7 @@ def _key(
         files.append([str(path), format, stat.st_size, stat.st_mtime_ns])
     parts: list[Any] = [VERSION, files, tokenizer.fingerprint if tokenizer else None, dtype, skip]
     if images is not None:
-        parts += [str(images.folder.resolve()), images.vision.fingerprint, UPRIGHT, COUNTED]
+        parts += [str(images.folder.resolve()), images.vision.fingerprint, UPRIGHT, COUNTED, PLACED]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -295,10 +296,10 @@ class _Writer:
 
 
 def _digest(folder: Path) -> str:
-    """Hash all files but meta.json, which has the result."""
+    """Hash all files but meta.json, which has the result, and places of records, which decide no token."""
     whole = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name != "meta.json":
+        if path.name not in ("meta.json", PLACES):
             with path.open("rb") as file:
                 whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()[:16]

@@ -427,7 +427,9 @@ class Engine:
             of_model = getattr(self.module, "generate", None)
             if of_model is not None:
                 synced = {} if alone else {"synced_gpus": True}
-                out: Tensor = of_model(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
+                with nullcontext() if self.blanks is None else self.blanks.generating(options):
+                    of_call = {"do_sample": False} | options | synced
+                    out: Tensor = of_model(ids, max_new_tokens=max_new_tokens, **of_call)
                 return out
             chunk = next(iter(self.chunks.values()))
             model: Any = inner_model(model_of(chunk))

@@ -173,7 +173,9 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
         if policy.row.shards_parameters and axes.dp.size > 1 and sees_images(root):
             tower = tower_parameters(root)
             of_tower = [unit for unit in units if not tower.keys().isdisjoint(unit.weights.params)]
-            images = BlankImages(root, TowerCalls(axes.dp, hooks[-1], of_tower).agree)
+            stray = [unit for unit in of_tower if unit in used.get(root, ())]
+            calls = TowerCalls(axes.dp, hooks[-1], of_tower, gathers, stray)
+            images = BlankImages(root, calls.agree, calls.held)
             blanks = images if tower or blanks is None else blanks
     _connect(base, units, hooks)
     return Runtime(

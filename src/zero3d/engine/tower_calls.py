@@ -11,7 +11,8 @@ The ranks are those of dp, in the order of their reductions. What they send here
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from zero3d.distributed.collectives import Comm
@@ -20,7 +21,10 @@ from zero3d.models.images import at_least_once
 from zero3d.zero.unit import Unit
 
 if TYPE_CHECKING:
+    from zero3d.zero.gathers import Gathers
     from zero3d.zero.hooks import Hooks
+
+GENERATION = "generation"  # token of units that are held for one
 
 
 class TowerCalls:
@@ -28,11 +32,15 @@ class TowerCalls:
 
     hooks  of the model chunk that has the tower
     units  that have parameters of the tower
+    stray  those of them that no module of the tower gathers, but the model's forward, such as LLaVA-NeXT's line ends
     """
 
-    def __init__(self, dp: Comm, hooks: Hooks, units: Collection[Unit]) -> None:
+    def __init__(
+        self, dp: Comm, hooks: Hooks, units: Collection[Unit], gathers: Gathers, stray: Collection[Unit]
+    ) -> None:
         self._dp = dp
         self._hooks, self._units = hooks, units
+        self._gathers, self._stray = gathers, stray
 
     def agree(self, own: int) -> int | None:
         """Return how often it runs in this forward, which all ranks make, for `own` runs of this rank's images.
@@ -45,3 +53,14 @@ class TowerCalls:
             return at_least_once(own)
         of_all = self._dp.exchange(device_values([float(own)], self._dp.device), recorded=False)
         return int(self._dp.read(of_all.amax().view(1), [at_least_once(own)])[0])
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep stray units gathered inside, on all ranks: `generate` may run the tower before any forward."""
+        for unit in self._stray:
+            self._gathers.acquire(unit, GENERATION)
+        try:
+            yield
+        finally:
+            for unit in self._stray:
+                self._gathers.release(unit, GENERATION)

@@ -23,7 +23,15 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import base_of, model_of, sees_images
 from zero3d.models.copies import copy_with, without_weights
 from zero3d.models.document_masks import TOLD_APART
-from zero3d.models.images import image_inputs, no_blank_image, repeated, tower_output, trial_image
+from zero3d.models.images import (
+    _line,
+    image_inputs,
+    no_blank_image,
+    repeated,
+    takes_blank_image,
+    tower_output,
+    trial_image,
+)
 from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors, tensors_in
 
@@ -56,7 +64,7 @@ def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None
     try:
         features, ran = _tried(model, inputs, modules)
     except Exception as error:  # any error of its own, quoted
-        line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        line = _line(error)
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
         raise ConfigError(
             f"the vision tower of {type(model).__name__}, called with {shapes}, raises {type(error).__name__}: "
@@ -73,7 +81,7 @@ def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None
 
 def check_blank_image(model: nn.Module) -> None:
     """Refuse a model whose vision tower does not run on a blank image: it is run once without weights. ConfigError."""
-    if not sees_images(model):
+    if not sees_images(model) or takes_blank_image(model):
         return
     try:
         _tried(model, image_inputs(model, smallest=True), ())
@@ -81,6 +89,53 @@ def check_blank_image(model: nn.Module) -> None:
         return  # in a dry run, which says so itself
     except Exception as error:  # any error of its own, quoted
         raise no_blank_image(model, error) from error
+
+
+class _Reached(Exception):
+    """Ends a forward at its language model."""
+
+
+def not_taken(model: nn.Module, inputs: dict[str, Tensor], tokens: int, image: int) -> str | None:
+    """Return what a model finds wrong with an image for which there are so many tokens `image`; None where nothing.
+
+    The shapes of its features tell where they are as many. Else the model's own forward decides, up to its language
+    model, without weights: some have more features than tokens.
+    """
+    shapes = {name: t for name, t in inputs.items() if name not in TOLD_APART}
+    found = ""
+    try:
+        takes = inspect.signature(base_of(model).get_image_features).parameters
+        features = _tried(model, {name: t for name, t in shapes.items() if name in takes}, ())[0].pooler_output
+        made = sum(prod(t.shape[:-1]) for t in tensors_in(features))
+        if made == tokens:
+            return None
+        found = f"makes {made:,} feature{'' if made == 1 else 's'} of it"
+    except Exception as error:  # noqa: BLE001 (any error of its own, quoted)
+        found = f"raises {type(error).__name__}: {_line(error)}"
+    trial = copy_with(model, without_weights(model)).eval()
+    base = base_of(trial)
+    reader = base.get_encoder() if base.config.is_encoder_decoder else base.get_decoder()
+    if reader is base:
+        return None
+    reader.register_forward_pre_hook(_reached, prepend=True)
+    dtype = next(trial.parameters()).dtype
+    ids = torch.full((1, tokens + TEXT), image)
+    ids[:, :1], ids[:, 1 + tokens :] = 0, 0
+    names = inspect.signature(inner_model(trial).forward).parameters
+    kinds = {name: (ids == image).long() for name in TOLD_APART if name in names}
+    given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in shapes.items()}
+    try:
+        with torch.no_grad():
+            trial(input_ids=ids, **given, **kinds)
+    except _Reached:
+        return None
+    except Exception:  # noqa: BLE001 (told in numbers above)
+        return found
+    return None
+
+
+def _reached(*_: object) -> None:
+    raise _Reached
 
 
 def called_per_image(model: nn.Module) -> set[nn.Module]:

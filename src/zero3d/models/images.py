@@ -13,7 +13,8 @@ image, the tower does not run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.bases import image_model, model_of
+from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.nested import tensors_in
 
@@ -45,12 +47,15 @@ UNFLATTENED = ("kimi_k25", "paddleocr_vl")  # types whose processors leave a pat
 SEEN = ("pixel_values", "pixel_values_videos")  # of these, too, each by a call of its own
 CALLS = "tower_calls"  # entry of a micro-batch: how often the tower runs in its forward, on every rank
 TWO_RESOLUTIONS = ("deepseek_ocr2", "unlimited_ocr")  # types whose towers are two, of which SAM is the first
+ENCODED = "mm_encoder_outputs"  # what a forward takes of images that transformers' generate has encoded
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
 GIVEN = "zero3d_blank_image"  # the attribute of a base model with what its processor made
 
 
 class _Shared(dict[str, Tensor]):
-    """Tensors that copies of a model share."""
+    """Tensors that copies of a model share. taken: the model has been tried with them."""
+
+    taken = False
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return self
@@ -61,6 +66,16 @@ def give_blank_image(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     base = image_model(model)
     takes = inspect.signature(base.get_image_features).parameters
     vars(base)[GIVEN] = _Shared({name: tensor for name, tensor in inputs.items() if name in takes})
+
+
+def note_taken(model: nn.Module) -> None:
+    """Note that a model's tower runs on the blank image that it was given."""
+    vars(image_model(model))[GIVEN].taken = True
+
+
+def takes_blank_image(model: nn.Module) -> bool:
+    """Return whether that has been noted."""
+    return bool(getattr(vars(image_model(model)).get(GIVEN), "taken", False))
 
 
 def is_for_towers(name: str) -> bool:
@@ -247,8 +262,15 @@ def tower_output(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
 
     Llama 4 has its projector outside of what makes features: it comes after.
     """
+    return _projected(model, _encoded(model, inputs))
+
+
+def _encoded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    return image_model(model).get_image_features(**inputs, return_dict=True)
+
+
+def _projected(model: nn.Module, output: Any) -> Any:
     base = image_model(model)
-    output = base.get_image_features(**inputs, return_dict=True)
     if output.pooler_output is None and hasattr(base, "multi_modal_projector"):
         output.pooler_output = base.multi_modal_projector(output.last_hidden_state.flatten(0, -2))
     elif output.pooler_output is None and hasattr(output, "deepstack_features"):  # Granite 4: features at blocks alone
@@ -286,17 +308,27 @@ class BlankImages:
     agree  takes how often this rank's images and videos make the tower run in a forward, and returns how often it runs
            on every rank; None where ranks run it apart. It is not asked where the micro-batch has an entry CALLS,
            which says so
+    held   keeps gathered what the tower reads beside its modules, where it runs outside of a forward
     ran    how often the tower has been to run on every rank so far, in training
 
     Blank images run where images do: behind all embeddings (Gemma 4 has some by layer), before the language model. The
     features are multiplied by zero and added to the input embeddings: the loss is what it was, and the tower's
-    gradients are zeros. Forwards with a cache, which `generate` makes, are left as they are.
+    gradients are zeros. Forwards with a cache, which `generate` makes, are left as they are, but for the first one
+    inside `generating`.
     """
 
-    def __init__(self, model: nn.Module, agree: Callable[[int], int | None] = at_least_once) -> None:
-        self._model, self._agree = model, agree
+    def __init__(
+        self,
+        model: nn.Module,
+        agree: Callable[[int], int | None] = at_least_once,
+        held: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._agree, self._held = agree, held
         self._told: int | None = None
         self._due = self.ran = 0
+        self._due_first = 0
+        self._encoded: list[Any] = []  # outputs of blank images of a generation, for its first forward
         model.register_forward_pre_hook(self._hear, prepend=True, with_kwargs=True)
         base = image_model(model)
         if isinstance(base.get_input_embeddings(), Placeholder):
@@ -317,7 +349,7 @@ class BlankImages:
     def _begin(self, base: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         told, self._told = self._told, None
         if kwargs.get("past_key_values") is not None:
-            self._due = 0
+            self._due, self._due_first = self._due_first, 0
             return
         own = calls_of(kwargs)
         calls = self._agree(own) if told is None else told
@@ -328,8 +360,28 @@ class BlankImages:
         self._due = calls - own
         self.ran += calls if torch.is_grad_enabled() else 0
 
+    @contextmanager
+    def generating(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Run the tower as often on every rank in a model's own generate, which is given this and called inside.
+
+        It runs the tower on its images in its first forward, or before that where the forward takes what this makes.
+        """
+        own, takes = calls_of(given), inspect.signature(inner_model(model_of(self._model)).forward).parameters
+        with torch.no_grad():
+            calls = self._agree(own)
+            due = 0 if calls is None else calls - own
+            with self._held() if calls and ENCODED in takes else nullcontext():
+                try:
+                    if ENCODED in takes:
+                        self._encoded = self._blank(due, image_model(self._model).get_input_embeddings().weight)
+                    else:
+                        self._due_first = due
+                    yield
+                finally:
+                    self._due_first, self._encoded = 0, []
+
     def _add(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if not self._due:
+        if not self._due and not self._encoded:
             return None
         try:
             embedded: Tensor = kwargs["inputs_embeds"]
@@ -338,17 +390,26 @@ class BlankImages:
         return args, kwargs | {"inputs_embeds": self._add_to(decoder, args, embedded)}
 
     def _add_to(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        due, self._due = self._due, 0
-        if not due:
+        due, self._due, encoded, self._encoded = self._due, 0, self._encoded, []
+        if not due and not encoded:
             return embedded
+        outputs = encoded + self._blank(due, embedded)
+        with self._or_refused():
+            features = [t for output in outputs for t in _read_features(_projected(self._model, output))]
+        return embedded + torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
+
+    def _blank(self, times: int, like: Tensor) -> list[Any]:
+        """Run the tower on a blank image, so often, in a tensor's dtype and on its device; return its outputs."""
+        with self._or_refused():
+            inputs = {name: t.to(like if t.is_floating_point() else like.device) for name, t in self._inputs.items()}
+            return [_encoded(self._model, inputs) for _ in range(times)]
+
+    @contextmanager
+    def _or_refused(self) -> Iterator[None]:
         try:
-            inputs = {
-                name: t.to(embedded if t.is_floating_point() else embedded.device) for name, t in self._inputs.items()
-            }
-            features = [t for _ in range(due) for t in _read_features(tower_output(self._model, inputs))]
+            yield
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise no_blank_image(self._model, error) from error
-        return embedded + torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
 
 
 def calls_of(given: Mapping[str, Any]) -> int:

@@ -490,11 +490,14 @@ def introduced(engine: Engine) -> str:
 
 def _generation(engine: Engine, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return a model's generate: of whole sequences on every rank, and at stage 3 in step, as units are gathered."""
-    shared = engine.sequence
+    shared, blanks = engine.sequence, engine.blanks
 
     def generate_whole(*args: Any, **options: Any) -> Any:
         together = {"synced_gpus": True} if engine.stage == 3 else {}
-        with nullcontext() if shared is None else shared.whole():
+        with (
+            nullcontext() if shared is None else shared.whole(),
+            nullcontext() if blanks is None else blanks.generating(options),
+        ):
             return generate(*args, **together | options)
 
     return generate_whole
