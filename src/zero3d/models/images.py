@@ -258,7 +258,7 @@ def tower_output(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
     return output
 
 
-def _read_features(output: Mapping[str, Any]) -> list[Tensor]:
+def read_features(output: Mapping[str, Any]) -> list[Tensor]:
     """Return all that a language model reads of a tower's output: features at its entry, and at blocks (DeepStack).
 
     Hidden states and attentions are the encoder's record of itself. They reach layers that features do not, such as
@@ -345,7 +345,7 @@ class BlankImages:
             inputs = {
                 name: t.to(embedded if t.is_floating_point() else embedded.device) for name, t in self._inputs.items()
             }
-            features = [t for _ in range(due) for t in _read_features(tower_output(self._model, inputs))]
+            features = [t for _ in range(due) for t in read_features(tower_output(self._model, inputs))]
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise no_blank_image(self._model, error) from error
         return embedded + torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
