@@ -67,6 +67,7 @@ def train(kind, packed, degrees, stage):
             *((kind, "sp and pp", packed, 2) for kind in ("qwen2_5_vl", "glm4v") for packed in (False, True)),
             *((kind, mesh, True, 3) for kind in ("gemma3", "llava", "qwen2_5_vl", "internvl") for mesh in ("sp", "pp")),
             *((kind, "sp and pp", True, 3) for kind in ("gemma3", "llava")),
+            *(("granite4_vision", "sp", packed, 3) for packed in (False, True)),
         )
     ),
 ])  # fmt: skip

@@ -184,7 +184,7 @@ def _features(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str
         torch.set_grad_enabled(graph),
     ):
         features = tower_output(trial, given)
-    leaves = _leaves(read_features(features)) if graph else set()
+    leaves = _leaves(read_features(trial, features)) if graph else set()
     read = {name for name, p in trial.named_parameters() if p in leaves}
     return _Tried(map_tensors(features, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu")), tuple(ran), read)
 
