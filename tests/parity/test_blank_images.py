@@ -13,6 +13,7 @@ from zero3d.activations import recompute
 from zero3d.engine.tower_calls import TowerCalls
 from zero3d.errors import ConfigError
 from zero3d.models.images import CALLS, BlankImages, tower_parameters
+from zero3d.tools.vision.tiny import micro_batch as tiny_micro_batch, tiny_model
 
 SHORT = ("llava", "qwen3_vl")  # the second reads features at its blocks, too
 CASES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in EVERY]
@@ -284,3 +285,23 @@ def test_a_tower_that_cannot_run_a_blank_image_is_refused_before_training(ranks)
             "Gemma3ForConditionalGeneration cannot process a blank image (RuntimeError: stride should not be zero), "
             "which stage 3 needs where a micro-batch has none: pass zero.stage=2, or a config without vision_config."
         )
+
+
+NOT_READ = {"a block twice": [1, 1, 0, 1], "blocks that are not there": [1, 2, 7, 9]}
+
+
+def granite(layers):
+    """Loss of this rank and norm of a step of which rank 0 alone has images; in one process of both micro-batches."""
+    made = tiny_model("granite4_vision", spatial_target_layers=layers)
+    given = [tiny_micro_batch(made, torch.Generator().manual_seed(1), images) for images in ((1, 1), (0, 0))]
+    mine = given[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    engine = zero3d.Engine(made, stage=3, precision="fp32", optimizer=adamw, accumulate=len(mine))
+    return [float(engine.train_batch(mine)), float(engine.last_step.grad_norm)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", NOT_READ.values(), ids=NOT_READ)
+def test_features_that_no_block_reads_make_no_rank_wait(ranks, layers):
+    [one] = ranks(1, granite, layers)
+    for found in ranks(2, granite, layers):
+        assert found == pytest.approx(one, rel=1e-5)

@@ -24,6 +24,7 @@ from zero3d.activations.compilation import compile_blocks
 from zero3d.activations.recomputation import recompute
 from zero3d.checkpoint.resume_contract import USUAL
 from zero3d.errors import ConfigError, CorruptionError
+from zero3d.models.bases import decoder_of
 from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.blocks import DENSE, ENDS, FLEX, Fallback
 from zero3d.sequence.entry import Entry, _added_in
@@ -32,6 +33,7 @@ from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Attended, Heads, MaskTooLarge, Sharing, even_parts
 from zero3d.sequence.trial import find_positions, mixing_module
 from zero3d.tensor_parallel.vocabulary import shifted
+from zero3d.tools.vision.tiny import tiny_model
 
 LENGTH = 48
 long = partial(pytest.param, marks=pytest.mark.long)
@@ -810,6 +812,37 @@ def test_a_flash_kernel_stands_in_where_it_computes_what_the_model_does(monkeypa
     assert fallback.choose(refused, documents=True) == (kernel or FLEX)
     assert fallback.choose(refused, documents=False) == FLEX
     assert fallback.describe(4000) == f"{f'{kernel} or ' if kernel else ''}{FLEX} beyond 4,000 B"
+
+
+def test_a_decoder_is_given_its_rows_of_a_mask_of_images_and_the_features_of_these():
+    """Granite 4's adds features at two blocks, by a mask of their widths; the ranks' rows together are the whole's."""
+    model = tiny_model("granite4_vision").eval()
+    decoder = decoder_of(model)
+    shown = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 1, 0]], dtype=torch.bool)
+    width, generator = decoder.config.hidden_size, torch.Generator().manual_seed(1)
+    features = {block: torch.randn(6, width, generator=generator) for block in (0, 3)}
+    whole = {
+        "inputs_embeds": torch.randn(2, 5, width, generator=generator),
+        "vision_mask": shown[..., None].expand(-1, -1, width),
+        "deepstack_features": features,
+    }
+    tell, fallback = lambda *_: None, Fallback(decoder, torch.device("cpu"), False)
+    entries = [
+        Entry(decoder, "sdpa", rank, Sharing(2, "auto", False, 10**9), fallback, Positions(), tell) for rank in (0, 1)
+    ]
+    first, second = (entry(decoder, (), whole)[1] for entry in entries)
+    assert [given["vision_mask"].shape[1] for given in (first, second)] == [2, 3]
+    for name, dim in {"inputs_embeds": 1, "vision_mask": 1, "position_ids": -1}.items():
+        assert torch.cat([first[name], second[name]], dim).equal(whole.get(name, torch.arange(5)[None]))
+    for block, all_of_block in features.items():
+        added = torch.zeros(2, 5, width).masked_scatter(whole["vision_mask"], all_of_block)
+        own = [
+            torch.zeros(given["inputs_embeds"].shape).masked_scatter(
+                given["vision_mask"], given["deepstack_features"][block]
+            )
+            for given in (first, second)
+        ]
+        assert torch.cat(own, 1).equal(added)
 
 
 def test_documents_are_told_by_positions_and_padding_is_not(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import adamw, bits
-from vision import EVERY, micro_batch, model
+from vision import EVERY, config, micro_batch, model
 
 import zero3d
 
@@ -117,3 +117,27 @@ def test_gradients_of_the_first_backward_come_in_the_order_in_which_units_are_re
     observed = engine.reductions.observed()
     assert observed == sorted(observed)
     assert len(observed) > 4
+
+
+def orders_of_reductions(name, deep):
+    """On each of two ranks: the order of the first backward, as places in that of reductions; what is above its bound."""
+    tower = config(name).vision_config
+    if deep:
+        tower.depth = 6
+    engine = zero3d.Engine(model(name, blocks=4, vision_config=tower), stage=2, precision="fp32", optimizer=adamw)
+    engine.backward(engine(**micro_batch(name, torch.Generator().manual_seed(1)), use_cache=False).loss)
+    observed = engine.reductions.observed()
+    engine.step()
+    held = [row for row in engine.report().memory if row.bound is not None]
+    return observed, {row.category: (row.peak, row.bound) for row in held if row.peak > row.bound}
+
+
+@pytest.mark.parametrize(("name", "deep"), [
+    ("qwen3_vl", True),
+    *(pytest.param(name, False, marks=pytest.mark.long) for name in EVERY if not name.startswith("llava")),
+])  # fmt: skip
+def test_on_two_ranks_the_first_backward_reduces_each_unit_as_it_comes_to_it(ranks, name, deep):
+    """DeepStack's mergers lie behind the tower's blocks, and run between them; Gemma 4's tower behind its language model."""
+    for observed, above in ranks(2, orders_of_reductions, name, deep):
+        assert observed == sorted(observed)
+        assert above == {}

@@ -10,7 +10,8 @@ between others, and for units with tied parameters. A forward needs deferred uni
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from zero3d.blueprint.layout import Shape, UnitLayout
@@ -91,6 +92,25 @@ def in_turn(units: Iterable[U]) -> list[U]:
     What the root uses itself comes first: sent behind the others it would have to be waited for with them.
     """
     return sorted(units, key=lambda unit: not unit.deferred)
+
+
+class LaidOut(Protocol):
+    """Describes a unit by its layout."""
+
+    @property
+    def layout(self) -> UnitLayout: ...
+
+
+L = TypeVar("L", bound=LaidOut)
+
+
+def in_order_of_use(units: Iterable[L], first_uses: Mapping[str, int]) -> list[L]:
+    """Return units in the order in which a forward comes to their parameters; of others it comes to them at the end."""
+
+    def place(unit: L) -> float:
+        return min(first_uses.get(slot.name, inf) for slot in unit.layout.slots)
+
+    return sorted(units, key=place)
 
 
 def lay_out(

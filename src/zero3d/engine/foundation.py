@@ -30,9 +30,10 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.cgroups import usable_cores
 from zero3d.models.blocks import UnitSpec, find_all_units
+from zero3d.models.chain import early_beside_blocks
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
-from zero3d.models.image_trial import called_per_image
+from zero3d.models.image_trial import TowerUse, tower_use
 from zero3d.models.mixing import Mixing
 from zero3d.models.packing import tell
 from zero3d.models.written_numbers import numbers_in
@@ -135,6 +136,7 @@ class Foundation(Resolved):
     numbers    a hash of numbers in the full model's modules, as the caller built it
     specs      the units that are to be built of its parameters
     uses       names of the units that the forward of each module needs
+    first_uses when a forward comes to a parameter, where that is another order than the model's
     blueprint  the plans of these units
     """
 
@@ -147,6 +149,7 @@ class Foundation(Resolved):
     numbers: str
     specs: Sequence[UnitSpec]
     uses: Mapping[nn.Module, Sequence[str]]
+    first_uses: Mapping[str, int]
     blueprint: Blueprint
 
     @classmethod
@@ -165,7 +168,10 @@ class Foundation(Resolved):
         if (compiles := compile_options(options.compile)) is not None:
             compile_blocks(model, **compiles)
         policy = Policy.of(resolved.spec)
-        often = called_per_image(model) if policy.row.shards_parameters and axes.dp.size > 1 else set()
+        passing = policy.row.shards_gradients and axes.dp.size > 1
+        tower = tower_use(model, strict=policy.row.shards_parameters) if passing else TowerUse()
+        first_uses = _first_uses(model, tower.order) if passing else {}
+        often = tower.per_image if policy.row.shards_parameters else frozenset()
         partition = partition_model(model, resolved, policy, axes.tp, axes.ep, axes.ledger)
         if options.weights is not None:
             for root in (model, *partition.chunks.values()):
@@ -192,6 +198,7 @@ class Foundation(Resolved):
             numbers=numbers,
             specs=specs,
             uses=uses,
+            first_uses=first_uses,
             blueprint=_draw(resolved, axes, partition, specs),
         )
 
@@ -208,6 +215,15 @@ class Foundation(Resolved):
     def updated(self, spec: UnitSpec, layout: UnitLayout) -> Updated:
         """Return what this rank updates of a unit."""
         return Updated.of(layout, self.axes.shard(spec.experts).rank if self.policy.row.shards_optimizer else None)
+
+
+def _first_uses(model: nn.Module, tower: Mapping[str, int]) -> dict[str, int]:
+    """Return numbers of parameters by name, in the order in which a forward comes to them; to others it comes later."""
+    numbers, behind = dict(tower), max(tower.values(), default=0) + 1
+    for name, module in early_beside_blocks(model).items():
+        first = 0 if isinstance(module, nn.Embedding) else behind
+        numbers |= {f"{name}.{own}": first for own, _ in module.named_parameters()}
+    return numbers
 
 
 def _as_often_on_all_ranks(

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from zero3d.blueprint.units import in_order_of_use
 from zero3d.engine.feature import Feature
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
@@ -68,7 +69,8 @@ class Freezing:
             unit.train()
             for hooks in parts.hooks:
                 hooks.train(unit)
-        parts.reductions.extend(parts.units, parts.model_group.untouched(parts.units))
+        in_use = in_order_of_use(parts.units, parts.first_uses)
+        parts.reductions.extend(in_use, parts.model_group.untouched(parts.units))
         parts.optimizer.extend(new, parts.units, parts.partition.places, parts.groups.group)
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
 from zero3d.blueprint.blueprint import Blueprint
+from zero3d.blueprint.units import in_order_of_use
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
@@ -145,7 +146,8 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
     everywhere = model_group.untouched(units) if final else []
     sides = SideStream("reduce", axes.arena), SideStream("copies", axes.arena)
     shared = base.mesh.communicators == 1
-    reductions = Reductions(units, *sides, order.closes, everywhere, shared, clocks)
+    in_use = in_order_of_use(units, base.first_uses)
+    reductions = Reductions(in_use, *sides, order.closes, everywhere, shared, clocks)
     reductions.arrivals.at_module_ends = shared and policy.row.shards_parameters
     reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
     loss_scale = LossScale(precision)
@@ -153,6 +155,9 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
     accumulation = Accumulation(base.options.accumulate, per_micro_batch, precision.scales_loss, draw)
     by_name = {unit.name: unit for unit in units}
     used = {module: [by_name[name] for name in names] for module, names in base.uses.items()}
+    if base.first_uses:
+        turn = {unit: number for number, unit in enumerate(in_use)}
+        used = dict(sorted(used.items(), key=lambda item: min(turn[unit] for unit in item[1])))
     for module, needed in used.items():
         module.register_forward_pre_hook(_announcer(base.mesh.heartbeat, needed))
     for unit in units:

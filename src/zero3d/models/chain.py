@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import host_value
-from zero3d.models.bases import base_of, language_model
+from zero3d.models.bases import base_of, decoder_of, language_model
 from zero3d.models.blocks import find_blocks, owns
 from zero3d.models.copies import copy_with, without_weights
 from zero3d.models.image_trial import TrialImages, trial_images
@@ -142,6 +142,26 @@ def _several(model: nn.Module, names: Sequence[str]) -> str:
         else:
             return f"{listed} Name the one to cut into pipeline stages: blocks={name!r} (mesh.blocks in a file)."
     return f"{listed} None of them can be cut alone; {refused}"
+
+
+def early_beside_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return embeddings and matrices of a language model that run before its blocks, though registered behind them.
+
+    Gemma 4 has such, by which each layer has an input of its own. They are looked for where a language model has
+    matrices beside its blocks; none are known of one that is no chain.
+    """
+    decoder = decoder_of(model)
+    if decoder is None:
+        return {}
+    names = {module: name for name, module in model.named_modules()}
+    beside = {names[module]: module for module in decoder.children() if isinstance(module, (nn.Embedding, nn.Linear))}
+    if not any(isinstance(module, nn.Linear) for module in beside.values()):
+        return {}
+    try:
+        before = find_chain(model).before
+    except ConfigError:
+        return {}
+    return {name: module for name, module in beside.items() if name in before}
 
 
 def _refuse_layer_drop(model: nn.Module) -> None:

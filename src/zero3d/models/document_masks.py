@@ -66,8 +66,7 @@ class DocumentMasks:
         if text._attn_implementation not in MADE:
             return None
         make: Any = model.create_masks_for_generate
-        config = copy.copy(text)
-        config._attn_implementation_internal = text._attn_implementation  # sequence parallelism sets another
+        config = copy.copy(text)  # in the model's own, sequence parallelism sets another attention
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         base: Any = model.base_model
         return cls(make, kinds, TAKES_SEVERAL in _source(base.forward), config, dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from contextlib import nullcontext
 from math import prod
 from typing import Any, NamedTuple
@@ -20,16 +20,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from zero3d.errors import ConfigError
-from zero3d.models.bases import base_of, model_of, sees_images
+from zero3d.models.bases import base_of, image_model, model_of, sees_images
 from zero3d.models.copies import copy_with, without_weights
 from zero3d.models.document_masks import TOLD_APART
 from zero3d.models.images import (
     _line,
     image_inputs,
     no_blank_image,
+    read_features,
     repeated,
     takes_blank_image,
     tower_output,
+    tower_parameters,
     trial_image,
 )
 from zero3d.models.packing import inner_model
@@ -62,7 +64,7 @@ def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None
         return None
     inputs = repeated(trial_image(model), SEQUENCES)
     try:
-        features, ran = _tried(model, inputs, modules)
+        tried = _tried(model, inputs, modules)
     except Exception as error:  # any error of its own, quoted
         line = _line(error)
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
@@ -70,13 +72,14 @@ def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None
             f"the vision tower of {type(model).__name__}, called with {shapes}, raises {type(error).__name__}: "
             f"{line}. Pass pp=1."
         ) from error
+    features = tried.features
     tokens = sum(prod(t.shape[:-1]) for t in tensors_in(features.pooler_output)) // SEQUENCES
     base = base_of(model)
     ids = torch.zeros(SEQUENCES, tokens + TEXT, dtype=torch.long, device="cpu")
     ids[:, 1 : 1 + tokens] = base.config.image_token_id
     takes = inspect.signature(inner_model(model).forward).parameters
     kinds = {name: (ids == base.config.image_token_id).long() for name in TOLD_APART if name in takes}
-    return TrialImages(ids, inputs | kinds, features, ran)
+    return TrialImages(ids, inputs | kinds, features, tried.ran)
 
 
 def check_blank_image(model: nn.Module) -> None:
@@ -105,7 +108,7 @@ def not_taken(model: nn.Module, inputs: dict[str, Tensor], tokens: int, image: i
     found = ""
     try:
         takes = inspect.signature(base_of(model).get_image_features).parameters
-        features = _tried(model, {name: t for name, t in shapes.items() if name in takes}, ())[0].pooler_output
+        features = _tried(model, {name: t for name, t in shapes.items() if name in takes}, ()).features.pooler_output
         made = sum(prod(t.shape[:-1]) for t in tensors_in(features))
         if made == tokens:
             return None
@@ -138,39 +141,86 @@ def _reached(*_: object) -> None:
     raise _Reached
 
 
-def called_per_image(model: nn.Module) -> set[nn.Module]:
-    """Return the modules of a tower that run more often for two images than for one: projectors, image by image.
+class TowerUse(NamedTuple):
+    """How a model uses what its language model does not have, or has read before: empty where that is not known.
 
-    None in a dry run of a tower that reads values.
+    order      numbers of parameters by name, in the order in which a forward comes to them; others come behind
+    per_image  modules that run more often for two images than for one: projectors, image by image
+    """
+
+    order: Mapping[str, int] = {}
+    per_image: Set[nn.Module] = frozenset()
+
+
+def tower_use(model: nn.Module, strict: bool = False) -> TowerUse:
+    """Run a model's tower on one blank image and on two, without weights; return what it uses, and when.
+
+    Nothing is known of a tower that reads values in a dry run. strict: one that fails is an error.
     """
     if not sees_images(model):
-        return set()
-    one, whole = image_inputs(model, smallest=True), model_of(model)
+        return TowerUse()
+    whole = model_of(model)
     names = dict(whole.named_modules())
     try:
-        first, second = (Counter(_tried(whole, repeated(one, count), names)[1]) for count in (1, 2))
+        one = image_inputs(model, smallest=True)
+        first, second = (_tried(whole, repeated(one, count), names, graph=True) for count in (1, 2))
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return set()
-    return {module for name, module in names.items() if second[name] > first[name]}
+        return TowerUse()
+    except Exception:  # any error of its own
+        if strict:
+            raise
+        return TowerUse()
+    often = Counter(second.ran) - Counter(first.ran)
+    return TowerUse(_order_of_use(whole, first), {names[name] for name in often})
 
 
-def _tried(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str]) -> tuple[Any, tuple[str, ...]]:
-    """Return features and which of these modules ran, by shapes alone where the tower reads no values."""
+def _order_of_use(model: nn.Module, tried: _Tried) -> dict[str, int]:
+    """Return the order in which a forward comes to parameters of the input embeddings, and of the tower behind them.
+
+    A module's place is that of its first call. What no feature is made of has no gradient, and comes first: a backward
+    comes to it last.
+    """
+    tower, entered = set(tower_parameters(model).values()), set(image_model(model).get_input_embeddings().parameters())
+    called = {name: number for number, name in reversed(list(enumerate(tried.ran, 1)))}
+    order: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        if p in entered:
+            order[name] = 0
+        elif name in tower:
+            around = name.split(".")[:-1]
+            of_modules = (called.get(".".join(around[:depth])) for depth in range(len(around), 0, -1))
+            order[name] = next(filter(None, of_modules), 0) if name in tried.read else 0
+    return order
+
+
+class _Tried(NamedTuple):
+    """What a trial of a tower has found.
+
+    features  zeros in their shape
+    ran       names of the modules that ran, of those asked for
+    read      names of the parameters that features are made of, if asked for
+    """
+
+    features: Any
+    ran: tuple[str, ...]
+    read: Set[str] = frozenset()
+
+
+def _tried(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str], graph: bool = False) -> _Tried:
+    """Run a tower by shapes alone where it reads no values. graph: tell what features are made of."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which writes callstacks of what is only tried
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        return _features(model, inputs, modules, shapes=True)
+        return _features(model, inputs, modules, True, graph)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return _features(model, inputs, modules, shapes=False)
+        return _features(model, inputs, modules, False, graph)
     finally:
         log.setLevel(level)
 
 
-def _features(
-    model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str], shapes: bool
-) -> tuple[Any, tuple[str, ...]]:
-    """Return zeros in the shape of features, and which of these modules ran; `shapes`: without computing any."""
+def _features(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str], shapes: bool, graph: bool) -> _Tried:
+    """Run a tower; `shapes`: without computing any."""
     ran: list[str] = []
     trial = copy_with(model, without_weights(model)).eval()
     for name in modules:
@@ -178,6 +228,28 @@ def _features(
     dtype = next(trial.parameters()).dtype
     given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
     dry = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
-    with FakeTensorMode(allow_non_fake_inputs=True) if shapes and not dry else nullcontext(), torch.no_grad():
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) if shapes and not dry else nullcontext(),
+        torch.set_grad_enabled(graph),
+    ):
         features = tower_output(trial, given)
-    return map_tensors(features, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu")), tuple(ran)
+    leaves = _leaves(read_features(trial, features)) if graph else set()
+    read = {name for name, p in trial.named_parameters() if p in leaves}
+    return _Tried(map_tensors(features, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu")), tuple(ran), read)
+
+
+def _leaves(tensors: Iterable[Tensor]) -> set[Tensor]:
+    """Return what a backward from these tensors comes to."""
+    found: set[Tensor] = set()
+    left = [t.grad_fn for t in tensors]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(leaf)
+        nodes = {each for each, _ in node.next_functions} - seen
+        seen |= nodes
+        left += nodes
+    return found

@@ -48,6 +48,7 @@ SEEN = ("pixel_values", "pixel_values_videos")  # of these, too, each by a call 
 CALLS = "tower_calls"  # entry of a micro-batch: how often the tower runs in its forward, on every rank
 TWO_RESOLUTIONS = ("deepseek_ocr2", "unlimited_ocr")  # types whose towers are two, of which SAM is the first
 ENCODED = "mm_encoder_outputs"  # what a forward takes of images that transformers' generate has encoded
+AT_BLOCKS = "deepstack_features"  # of an output: tensors, or in Granite 4 pairs of a block and what is added there
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
 GIVEN = "zero3d_blank_image"  # the attribute of a base model with what its processor made
 
@@ -280,13 +281,20 @@ def _projected(model: nn.Module, output: Any) -> Any:
     return output
 
 
-def _read_features(output: Mapping[str, Any]) -> list[Tensor]:
+def read_features(model: nn.Module, output: Mapping[str, Any]) -> list[Tensor]:
     """Return all that a language model reads of a tower's output: features at its entry, and at blocks (DeepStack).
 
     Hidden states and attentions are the encoder's record of itself. They reach layers that features do not, such as
-    the last one of LLaVA's tower, which has no gradient where there are images either.
+    the last one of LLaVA's tower, which has no gradient where there are images either. The same holds of features that
+    Granite 4 makes for a block which it does not have, or for one that later features are added at instead.
     """
-    return list(tensors_in({name: value for name, value in output.items() if not name.endswith(RECORDS)}))
+    read = {name: value for name, value in output.items() if not name.endswith(RECORDS)}
+    at_blocks = read.get(AT_BLOCKS) or ()
+    if any(isinstance(features, tuple) and isinstance(features[0], int) for features in at_blocks):
+        blocks = image_model(model).config.get_text_config().num_hidden_layers
+        read[AT_BLOCKS] = {block: features for block, features in at_blocks if block in range(blocks)}
+        read.pop("pooler_output", None)  # one of them, for its shape (`tower_output`)
+    return list(tensors_in(read))
 
 
 def no_blank_image(model: nn.Module, error: Exception) -> ConfigError:
@@ -395,7 +403,7 @@ class BlankImages:
             return embedded
         outputs = encoded + self._blank(due, embedded)
         with self._or_refused():
-            features = [t for output in outputs for t in _read_features(_projected(self._model, output))]
+            features = [t for output in outputs for t in read_features(self._model, _projected(self._model, output))]
         return embedded + torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
 
     def _blank(self, times: int, like: Tensor) -> list[Any]:

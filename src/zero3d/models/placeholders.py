@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from zero3d.nested import tensors_in
 
+LENGTH = "sequence_length"  # entry of a micro-batch: that of the whole, of which a chunk is given a rank's rows
+
 
 class Placeholder(nn.Module):
     """Stands for a module that is in another model chunk: has its plain attributes, none of its parameters.

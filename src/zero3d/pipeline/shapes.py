@@ -2,7 +2,8 @@
 
     hidden state     [batch, length, width]                       of every chunk but the last
     router logits    [layers so far, batch x length, experts]     behind it, for the loss of mixtures of experts
-    what else later chunks are given (entry.py)                   behind these
+    what else later chunks are given (entry.py)                   behind these, of whole sequences: ranks that share
+                                                                  these out take their rows where a decoder begins
 
 How many layers have routers is known where a forward has passed: `router_logits`, which `ForwardOnly` fills.
 """
@@ -60,12 +61,12 @@ class ChunkOutputs:
         """Return what a chunk hands on behind hidden state and router logits, on the meta device, but for integers."""
         if self._crossing is None:
             return []
-        shapes = [leaf.shape(self._own_shape(ids_shape)) for leaf in self._crossing.enters(chunk + 1)]
+        shapes = [leaf.shape(ids_shape) for leaf in self._crossing.enters(chunk + 1)]
         return [torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True) for shape in shapes]
 
     def facts(self, ids_shape: Sequence[int]) -> int:
         """Return how many integers come behind all of this; they have no gradients."""
-        return 0 if self._crossing is None else self._crossing.entry.facts(self._own_shape(ids_shape))
+        return 0 if self._crossing is None else self._crossing.entry.facts(ids_shape)
 
     def sizes(self, chunk: int, ids_shape: Sequence[int]) -> list[tuple[int, int]]:
         """Return (elements, bytes of each) of every tensor with a gradient that a chunk hands on."""

@@ -21,7 +21,7 @@ No torch.distributed here: chunk k is called on what chunk k-1 returned.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from zero3d.models.copies import copy_with
 from zero3d.models.images import is_for_towers, patches
 from zero3d.models.packing import forward_options, inner_model, key_of
 from zero3d.models.placeholders import (
+    LENGTH,
     ChunkDone,
     ChunkTensors,
     ReceivingBlock,
@@ -137,7 +138,7 @@ class ModelChunk(nn.Module):
             crossing.begin(batch)
         elif crossing is not None:
             routers, facts = len(more) - 1 - len(crossing.enters(self.chunk)), more[-1]
-            entering, given = crossing.enter(entering, more[routers:-1], facts, entering.shape[:-1])
+            entering, given = crossing.enter(entering, more[routers:-1], facts, self._whole_shape(entering, batch))
             more = more[:routers]
         tensors.received, tensors.routed = (None if self.is_first else entering), next(iter(more), None)
         try:
@@ -145,11 +146,16 @@ class ModelChunk(nn.Module):
             if crossing is None or self.is_last:
                 return output
             hidden, *routed = output if isinstance(output, tuple) else (output,)
-            return (hidden, *routed, *crossing.leaving(hidden, hidden.shape[:-1], facts))
+            return (hidden, *routed, *crossing.leaving(hidden, self._whole_shape(hidden, batch), facts))
         finally:
             tensors.received = tensors.routed = tensors.sent = None
             if crossing is not None:
                 crossing.forget()
+
+    @staticmethod
+    def _whole_shape(hidden: Tensor, batch: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the shape of a micro-batch's token ids, of whose rows a hidden state may be a rank's share."""
+        return hidden.shape[0], batch.get(LENGTH, hidden.shape[1])
 
     def _run(self, entering: Tensor, batch: dict[str, Any]) -> Any:
         model: Any = inner_model(self._model)

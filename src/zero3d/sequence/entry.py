@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero3d.errors import ConfigError
 from zero3d.models.document_masks import TOLD_APART
 from zero3d.models.packing import document_ends
+from zero3d.models.placeholders import LENGTH
 from zero3d.sequence.blocks import ENDS, FLEX, Fallback
 from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import MaskTooLarge, Sharing, even_parts
 
-LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
 CUT = {"input_ids": 1, "inputs_embeds": 1, **dict.fromkeys(TOLD_APART, 1), "position_ids": -1}
 ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}  # DeepStack's, by mask
 PASSED_ON = ("attention_mask", "labels", "shift_labels")  # masks of the whole, and what the loss cuts

@@ -20,9 +20,10 @@ from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.models.bases import decoder_of, layer_numbers, model_of
 from zero3d.models.packing import inner_model
+from zero3d.models.placeholders import LENGTH
 from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.blocks import Fallback
-from zero3d.sequence.entry import LENGTH, Entry, Within
+from zero3d.sequence.entry import Entry, Within
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting, GroupScores, gives_scores
 from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Attended, MaskTooLarge, Sharing, even_parts, loss_values

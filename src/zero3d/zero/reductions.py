@@ -4,9 +4,9 @@ A unit is complete when no more gradients of it will come (arrivals.py): a missi
 a hole begins a reduction before the same gather as a rank without. If it began at the end of backward, its peers would
 wait for the reduction before that gather, and it for them in the gather.
 
-Complete units are reduced in one order, the same on all ranks without communication: reverse
-layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
-those before it. At most IN_FLIGHT are in flight.
+Complete units are reduced in one order, the same on all ranks without communication: in the first backward
+that of a forward (blueprint.units.in_order_of_use) reversed, afterwards rank 0's recorded one. A complete unit
+waits for those before it. At most IN_FLIGHT are in flight.
 
 Shards with copies on other ranks are summed over these in that order, too, at most IN_FLIGHT at a time. Such a sum
 begins when the shard's reduction in the step's last backward is over, or at the boundary if no backward was announced
@@ -111,7 +111,7 @@ class Reductions:
         self._backwards = 0  # since the last reduction: the same on all ranks
 
     def extend(self, units: Sequence[Unit], gathered: Collection[Unit]) -> None:
-        """Reduce the trained ones of these units from now on, at first in reverse layout order."""
+        """Reduce the trained ones of these units from now on, at first in the reverse of this order."""
         trainable = [unit for unit in units if unit.grads is not None]
         self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
         self._gathered = gathered
