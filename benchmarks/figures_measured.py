@@ -237,6 +237,28 @@ def sequence_steps() -> str:
     return table(["", "median step, s", "on a core, s", "a rank's memory"], rows)
 
 
+# --- hybrid_packing.py ---------------------------------------------------------------------------
+
+
+def hybrids() -> str:
+    """Packed rows of hybrids beside a row that is taken for one document, padded rows, and rows alone."""
+    [run] = results("hybrid-packing")
+    rows = []
+    for name, found in run["seconds"].items():
+        of_leaky, limit = found["packed"] / found["leaky"], run["targets"]["of_leaky"][name]
+        of_padded, of_untold = found["packed"] / found["padded"], found["told"] / found["unpacked"]
+        cells = [f"{of_leaky:.2f}x ({limit:.1f}x)", f"{of_padded:.2f}x ({run['targets']['of_padded']:.1f}x)"]
+        rows.append([f"`{name}`", *cells, f"{found['packed'] / found['alone']:.2f}x", f"{of_untold:.2f}x"])
+    head = [
+        "packed, of",
+        "one row taken for one document",
+        "padded rows",
+        "a row each",
+        "unpacked rows, of untold ones",
+    ]
+    return table(head, rows)
+
+
 # --- stream.py ------------------------------------------------------------------------------------
 
 
@@ -548,6 +570,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "experts": experts_beside,
     "experts-layer": experts_layer,
     "sequences": sequences,
+    "hybrid-packing": hybrids,
     "sequence-steps": sequence_steps,
     "streams": streams,
     "stream-seconds": stream_seconds,

@@ -32,6 +32,7 @@ from figures_gpu import GPU
 from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
 from figures_versions import DOCTORS, VERSIONS, doctors
+from hybrid_picture import draw_influence
 from memory_picture import draw_memory
 from planner_accuracy import as_text
 from recorded import RECIPES, RESULTS, ROOT, load, record
@@ -45,6 +46,7 @@ ACCURACY = RESULTS / "planner_accuracy.txt"
 CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
 STAGES = ROOT / "docs" / "stages.png"
 MEMORY, STEP = RESULTS / "engines-memory.json", ROOT / "docs" / "memory-of-a-step.png"
+HYBRIDS, LEAKS = RESULTS / "hybrid-packing.json", ROOT / "docs" / "hybrids.png"
 TABLES = (
     EXACT
     | MEASURED
@@ -103,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(CURVES, PICTURE)
         draw_stages(STAGES)
         draw_memory(MEMORY, STEP)
+        draw_influence(HYBRIDS, LEAKS)
     return bool(failed)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
+import hybrid_picture  # noqa: E402
 import memory_picture  # noqa: E402
 import tables  # noqa: E402
 from demo_curves import digest  # noqa: E402
@@ -54,6 +55,22 @@ def test_the_picture_of_memory_over_a_step_is_drawn_of_its_results():
     for way in ways:
         assert way["timeline"]["ends"] == ways[0]["timeline"]["ends"]
         assert len(memory_picture.edges(points)) == len(memory_picture.heights(way)) + 1 == points + 2
+
+
+def test_the_picture_of_what_leaks_is_drawn_of_its_results_and_nothing_leaks_in_them():
+    assert digest(tables.HYBRIDS.read_bytes()).encode() in tables.LEAKS.read_bytes(), (
+        "type: python benchmarks/tables.py --write"
+    )
+    found = hybrid_picture.shown(tables.HYBRIDS)
+    document = [number for number, length in enumerate(found["documents"]) for _ in range(length)]
+    for way in hybrid_picture.WAYS:
+        across = [
+            moved
+            for place, row in enumerate(found["influence"][way])
+            for moved, other in zip(row, document, strict=True)
+            if other != document[place]
+        ]
+        assert (max(across) == 0) == (way == "packed")
 
 
 def test_the_picture_of_stages_is_drawn_of_the_formulas():
