@@ -327,6 +327,27 @@ def test_a_fused_kernel_is_left_out_where_documents_or_a_module_that_it_goes_pas
     told_model.close()
 
 
+def inner(projected, conv1d_weight, conv1d_bias, x_proj_weight, dt_proj_weight, outproj_weight, *_, **__):
+    """Stands for Mamba 1's."""
+    CALLS.append("inner")
+    half = projected.shape[1] // 2
+    return projected[:, :half].transpose(1, 2) @ outproj_weight.T
+
+
+def test_mamba_1_s_is_left_out_where_x_proj_is_adapted(monkeypatch):
+    import transformers.models.mamba.modeling_mamba as file
+    from peft import LoraConfig, get_peft_model
+
+    with_kernels(monkeypatch, file, {"mamba_inner_fn": inner})
+    for target, called in (("in_proj", 2), ("x_proj", 0)):
+        CALLS.clear()
+        wrapped = get_peft_model(hybrid("mamba"), LoraConfig(target_modules=[target]))
+        told_model = tell(wrapped)
+        wrapped(input_ids=ids_of())
+        assert CALLS.count("inner") == called
+        told_model.close()
+
+
 # --- masks ---------------------------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,8 @@ BY_MODULE = (
     "RwkvFeedForward",
     "xLSTMBlock",
 )
-PAST = {"out_proj": (nn.Linear,), "conv1d": (nn.Conv1d,), "norm": ()}  # modules past which fused kernels take weights
+# Modules past which fused kernels take weights; Mamba 1's x_proj and dt_proj, too.
+PAST = {"out_proj": (nn.Linear,), "x_proj": (nn.Linear,), "dt_proj": (nn.Linear,), "conv1d": (nn.Conv1d,), "norm": ()}
 
 
 class Scan(NamedTuple):
