@@ -28,9 +28,7 @@ WITHOUT = {  # types without a tiny model that trains on images
 }  # fmt: skip
 UNREADABLE = "shieldgemma2"  # transformers saves it under names that it does not read again
 EVERY = [kind for kind in types() if kind not in {*WITHOUT, UNREADABLE}]
-READ = json.loads((Path(__file__).parents[1] / "data" / "adapter_names.json").read_text())[
-    "types"
-]  # by another library
+READ = json.loads((Path(__file__).parents[1] / "data" / "adapter_names.json").read_text())["types"]  # by a server
 
 
 def keys(folder):
