@@ -249,13 +249,7 @@ def hybrids() -> str:
         of_padded, of_untold = found["packed"] / found["padded"], found["told"] / found["unpacked"]
         cells = [f"{of_leaky:.2f}x ({limit:.1f}x)", f"{of_padded:.2f}x ({run['targets']['of_padded']:.1f}x)"]
         rows.append([f"`{name}`", *cells, f"{found['packed'] / found['alone']:.2f}x", f"{of_untold:.2f}x"])
-    head = [
-        "packed, of",
-        "one row taken for one document",
-        "padded rows",
-        "a row each",
-        "unpacked rows, of untold ones",
-    ]
+    head = ["packed, of", "a row as one document", "padded rows", "a row each", "unpacked, of untold"]
     return table(head, rows)
 
 
