@@ -103,12 +103,12 @@ def influence(name: str) -> dict[str, list[list[float]]]:
     for way in ("leaky", "packed"):
         mixing = tell(model) if way == "packed" else None
         with torch.no_grad():
-            before = model(input_ids=ids, position_ids=positions).logits
+            before = model(input_ids=ids, position_ids=positions, use_cache=False).logits
             rows = []
             for place in range(total):
                 other = ids.clone()
                 other[0, place] = 3 + (ids[0, place] - 2) % 57
-                moved = model(input_ids=other, position_ids=positions).logits
+                moved = model(input_ids=other, position_ids=positions, use_cache=False).logits
                 rows.append([float(f"{each:.3g}") for each in (moved - before).abs().amax(-1)[0].tolist()])
         if mixing is not None:
             mixing.close()
