@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import family
 from models import net
 from tensors import tiny
 from torch import nn
@@ -18,7 +19,7 @@ from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.regions import Regions
-from zero3d.tensor_parallel.shipped import shipped_plan
+from zero3d.tensor_parallel.shipped import UNPLANNED, shipped_plan
 
 NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
@@ -170,6 +171,12 @@ def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, me
         built.transformer.h[0].attn.split_size = 30
     with pytest.raises(ConfigError, match=re.escape(message)):
         cut(built, **options)
+
+
+@pytest.mark.parametrize("kind", ["rwkv", pytest.param("recurrent_gemma", marks=pytest.mark.long)])
+def test_types_that_no_plan_is_for_are_refused_by_name_with_what_they_have(kind):
+    with pytest.raises(ConfigError, match=f"zero3d has none for {kind}, which has {re.escape(UNPLANNED[kind])}. Write"):
+        read_plan(family(kind).to("meta"))
 
 
 def test_attention_of_low_rank_keeps_its_first_projections_whole():

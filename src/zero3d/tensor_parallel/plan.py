@@ -40,7 +40,7 @@ from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.models.plan_names import fits, in_other_chunk, is_of_tower, names_in, roots
 from zero3d.tensor_parallel.proposal import propose
-from zero3d.tensor_parallel.shipped import shipped_plan
+from zero3d.tensor_parallel.shipped import UNPLANNED, shipped_plan, unplanned
 
 NONE = "none"
 STYLES = (
@@ -90,7 +90,7 @@ def read_plan(
     Errors: no plan at all, an unknown or refused style, a pattern of the user's that names nothing (ConfigError).
     """
     built_in, user = _built_in_plan(model), dict(given or {})
-    if not built_in and not user:
+    if not user and (not built_in or unplanned(model)):
         raise ConfigError(_no_plan(model))
     for pattern, style in user.items():
         parse(pattern, style)
@@ -193,8 +193,10 @@ def _has(model: nn.Module, name: str, attribute: str) -> bool:
 
 
 def _no_plan(model: nn.Module) -> str:
+    kind = unplanned(model)
+    why = f": zero3d has none for {kind}, which has {UNPLANNED[kind]}" if kind else ""
     return (
-        f"{type(model).__name__} comes without a tensor-parallel plan for its blocks. Write one, with colwise for "
+        f"{type(model).__name__} comes without a tensor-parallel plan for its blocks{why}. Write one, with colwise for "
         "matrices whose outputs the ranks share out and rowwise for those that take these as inputs. "
         + propose(model, roots(model))
     )

@@ -4,6 +4,7 @@
     gpt_oss                                          none for tp; its experts are [experts, inputs, outputs] with biases
     deepseek_v3                                      none for its latent attention; deepseek_v2's is transformers'
     lfm2, bamba, falcon_h1, jamba                    attention and MLPs; convolutions and Mamba mixers stay whole
+    mamba2, falcon_mamba                             matrices are cut, and mixers whole between them
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
     apertus, phi, qwen3_vl_moe                       parameters that are used on what each rank has for itself
@@ -92,6 +93,7 @@ def _mpt(config: Any) -> Plan:
 
 _NORMS_OF_HEADS = {f"layers.*.self_attn.{x}_norm": PARTIAL for x in "qk"}
 _HYBRID = _attention() | _gated("layers.*.feed_forward")
+_MAMBA = whole_attention("layers.*.mixer", "in_proj", "out_proj")
 _FALCON_H1 = _attention() | cut("layers.*.feed_forward", "up_proj gate_proj", "down_proj")
 SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "apertus": {"layers.*.mlp.act_fn": PARTIAL},
@@ -102,6 +104,7 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     | cut("layers.*.self_attn", "kv_b_proj", "o_proj"),
     "falcon": _falcon,
     "falcon_h1": _FALCON_H1,
+    "falcon_mamba": _MAMBA,
     "gemma3n_text": _gemma3n,
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
@@ -125,6 +128,7 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "lfm2": _attention(output="out_proj")
     | {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"}
     | cut("layers.*.feed_forward", "w1 w3", "w2"),
+    "mamba2": _MAMBA,
     "mpt": _mpt,
     "opt": _attention("decoder.layers.*.self_attn", "num_heads", output="out_proj")
     | cut("decoder.layers.*", "fc1", "fc2"),
@@ -133,6 +137,29 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "qwen3_vl_text": _attention() | _NORMS_OF_HEADS | _gated("layers.*.mlp"),
     "stablelm": _stablelm,
 }
+
+
+UNPLANNED: Mapping[str, str] = {  # types without a plan, and what between their matrices no style shares out
+    "inkling_text": "short convolutions behind attention and MLP, and shared experts in stacks of their own",
+    "lfm3": "short convolutions, and attention with a gate for every head",
+    "mamba": "a scan whose time steps follow from all of its channels",
+    "recurrent_gemma": "gated recurrences (RG-LRU) with matrices for every head",
+    "rwkv": "a recurrence over its channels, and a shift of tokens in attention and MLP",
+    "xlstm": "mLSTM cells with gates and norms of all heads",
+    "zamba": "mixers with matrices for every head, and a transformer that its blocks share",
+    "zamba2": "a transformer that its blocks share, with adapters for each of them",
+    "zaya": "attention that convolves queries and keys together and delays values",
+}
+
+
+def unplanned(model: nn.Module) -> str:
+    """Return the type of UNPLANNED that `model` has inside, or nothing."""
+    kinds = (
+        getattr(module.config, "model_type", "")
+        for module in model.modules()
+        if hasattr(module, "config") and getattr(module, "base_model", None) is module
+    )
+    return next((kind for kind in kinds if kind in UNPLANNED), "")
 
 
 def shipped_plan(model: nn.Module) -> Plan:
