@@ -15,6 +15,7 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.pipeline.split import split
+from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.proposal import propose
@@ -107,7 +108,7 @@ def test_experts_are_cut_in_their_inner_width_and_norms_of_heads_are_partial():
     experts = "model.layers.0.mlp.experts."
     assert whole[experts + "gate_up_proj"] == (4, 32, 32)
     assert shapes(model)[experts + "gate_up_proj"] == (4, 16, 32)
-    assert done.cuts[experts + "gate_up_proj"] == (1, 2, 0, 2, "tp")
+    assert done.cuts[experts + "gate_up_proj"] == Cut(1, 2, 0, 2)
     assert shapes(model)[experts + "down_proj"] == (4, 32, 8)
     assert {name for name in done.partial if "layers.0." in name} == {
         "model.layers.0.self_attn.q_norm.weight",

@@ -3,8 +3,10 @@
     opt, gptj, stablelm, bloom, mpt, falcon, gpt2    no plan there
     gpt_oss                                          none for tp; its experts are [experts, inputs, outputs] with biases
     deepseek_v3                                      none for its latent attention; deepseek_v2's is transformers'
-    lfm2, bamba, falcon_h1, jamba                    attention and MLPs; convolutions and Mamba mixers stay whole
-    mamba2, falcon_mamba                             matrices are cut, and mixers whole between them
+    lfm2, jamba                                      attention and MLPs; convolutions and Mamba mixers stay whole
+    mamba2, bamba, falcon_h1, granitemoehybrid,      Mamba2 mixers by heads; attention and MLPs
+    nemotron_h
+    falcon_mamba                                     matrices are cut, and mixers whole between them
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
     apertus, phi, qwen3_vl_moe                       parameters that are used on what each rank has for itself
@@ -91,20 +93,59 @@ def _mpt(config: Any) -> Plan:
     return attention | {where: f"own_heads:{config.n_heads}"} | cut("blocks.*.ffn", "up_proj", "down_proj")
 
 
+def _sizes(*sizes: int) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _mamba2(where: str, heads: int, inner: int, groups: int, states: int) -> Plan:
+    """Cut a Mamba2 mixer by heads: in_proj is [gate | x | B | C | dt], the convolution's channels are [x | B | C]."""
+    b_c = groups * states
+    return {
+        where: f"own_groups:{groups}",
+        f"{where}.in_proj": f"packed_colwise:{_sizes(inner, inner, b_c, b_c, heads)}",
+        f"{where}.conv1d": f"depthwise:{_sizes(inner, b_c, b_c)}",
+        **{f"{where}.{number}": "colwise" for number in ("A_log", "D", "dt_bias", "norm.weight")},
+        f"{where}.out_proj": "rowwise",
+        **{f"{where}.{number}": "divided" for number in ("num_heads", "intermediate_size")},
+    }
+
+
+def _nemotron_h(config: Any) -> Plan:
+    """Cut attention, MLPs and mixers, which all have one name; experts are transformers' to cut."""
+    where, inner = "layers.*.mixer", config.mamba_num_heads * config.mamba_head_dim
+    mixers = _mamba2(where, config.mamba_num_heads, inner, config.n_groups, config.ssm_state_size)
+    mlps = cut(where, "up_proj", "down_proj") | cut(f"{where}.shared_experts", "up_proj", "down_proj")
+    return mixers | _attention(where) | mlps
+
+
+def _mamba2_alone(config: Any) -> Plan:
+    inner = int(config.expand * config.hidden_size)
+    return _mamba2("layers.*.mixer", config.num_heads, inner, config.n_groups, config.state_size)
+
+
+def _mamba2_beside(config: Any) -> Plan:
+    """Cut the mixers of hybrids that name their numbers mamba_*."""
+    inner = getattr(config, "mamba_d_ssm", None) or int(config.mamba_expand * config.hidden_size)
+    return _mamba2("layers.*.mamba", config.mamba_n_heads, inner, config.mamba_n_groups, config.mamba_d_state)
+
+
 _NORMS_OF_HEADS = {f"layers.*.self_attn.{x}_norm": PARTIAL for x in "qk"}
 _HYBRID = _attention() | _gated("layers.*.feed_forward")
-_MAMBA = whole_attention("layers.*.mixer", "in_proj", "out_proj")
 _FALCON_H1 = _attention() | cut("layers.*.feed_forward", "up_proj gate_proj", "down_proj")
+_GRANITE = _attention() | {
+    "layers.*.shared_mlp.input_linear": "packed_colwise",  # gates and ups
+    "layers.*.shared_mlp.output_linear": "rowwise",
+}
 SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "apertus": {"layers.*.mlp.act_fn": PARTIAL},
-    "bamba": _HYBRID,
+    "bamba": lambda config: _HYBRID | _mamba2_beside(config),
     "bloom": _bloom,
     "deepseek_v3": {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.q_b_proj": "colwise"}
     | {"layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"}
     | cut("layers.*.self_attn", "kv_b_proj", "o_proj"),
     "falcon": _falcon,
-    "falcon_h1": _FALCON_H1,
-    "falcon_mamba": _MAMBA,
+    "falcon_h1": lambda config: _FALCON_H1 | _mamba2_beside(config),
+    "falcon_mamba": whole_attention("layers.*.mixer", "in_proj", "out_proj"),
     "gemma3n_text": _gemma3n,
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
@@ -122,14 +163,16 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
         "layers.*.mlp.experts.down_proj": "colwise",
         "layers.*.mlp.experts.down_proj_bias": "added_once",
     },
+    "granitemoehybrid": lambda config: _GRANITE | _mamba2_beside(config),
     "gptj": _attention("h.*.attn", "num_attention_heads", output="out_proj") | cut("h.*.mlp", "fc_in", "fc_out"),
     "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     "jamba": _HYBRID,
     "lfm2": _attention(output="out_proj")
     | {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"}
     | cut("layers.*.feed_forward", "w1 w3", "w2"),
-    "mamba2": _MAMBA,
+    "mamba2": _mamba2_alone,
     "mpt": _mpt,
+    "nemotron_h": _nemotron_h,
     "opt": _attention("decoder.layers.*.self_attn", "num_heads", output="out_proj")
     | cut("decoder.layers.*", "fc1", "fc2"),
     "phi": {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"},
