@@ -13,7 +13,9 @@ SHARED = {  # keys and values of two layers are used by two others
 }  # fmt: skip
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 1,
           "attn_layer_indices": [1]}  # fmt: skip
-EXPERTS = ("gpt_oss", "inkling2_text", "jamba")
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+         "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+EXPERTS = ("gpt_oss", "inkling2_text", "jamba", "qwen3_5_moe_text")
 CONFIGS = {
     "bamba": MAMBA2,
     "bart": {"is_decoder": True, "is_encoder_decoder": False, "dropout": 0.0, "encoder_layers": 1, "decoder_layers": 4,
@@ -41,7 +43,11 @@ CONFIGS = {
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
     "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8,
                    "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8, "head_dim": 8},
+    "olmo_hybrid": DELTA | {"linear_num_key_heads": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
+    "qwen3_5_moe_text": DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                                 "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": DELTA,
     "zamba2": {"num_hidden_layers": 4, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_expand": 2, "mamba_headdim": 16,
                "chunk_size": 8, "attention_head_dim": 16, "num_mem_blocks": 1, "adapter_rank": 4,
                "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},

@@ -43,8 +43,11 @@ FALCON = {"mamba_rms_norm": True, "ssm_multipliers": [0.5, 1.5, 0.7, 1.1, 2.0]}
 
 
 @pytest.mark.parametrize(("name", "world", "options"), [
-    ("mamba2", 2, ONE_GROUP),
+    ("mamba2", 2, ONE_GROUP), ("qwen3_5_text", 2, {}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("next", 2, {}), ("olmo_hybrid", 2, {}), ("qwen3_5_moe_text", 2, {}), ("qwen3_5_text", 2, {"sequence": True}),
+        ("qwen3_5_text", 4, {"linear_num_key_heads": 4, "num_key_value_heads": 4}),
+        ("qwen3_5_text", 2, {"lora": {"target_modules": ["in_proj_qkv", "in_proj_a", "out_proj"]}}),
         ("mamba2", 2, {}), ("mamba2", 4, {}), ("mamba2", 2, ONE_GROUP | {"sequence": True}),
         ("bamba", 2, {"sequence": True}), ("granitemoehybrid", 2, {}), ("nemotron_h", 2, {}),
         ("nemotron_h", 4, {"num_key_value_heads": 4}), ("nemotron_h", 2, {"n_groups": 1, "sequence": True}),
@@ -57,17 +60,17 @@ def test_loss_and_gradients_equal_one_process_in_float64(ranks, name, world, opt
     assert_equal_one_process(results, name, options)
 
 
-NORMS = ("norm.weight", "layernorm.weight")
+NORMS = ("norm.weight", "layernorm.weight", "norm_f.weight")  # of blocks, and of every head
 
 
-@pytest.mark.parametrize(("name", "tp"), [("mamba2", 2), ("mamba2", 4)])
+@pytest.mark.parametrize(("name", "tp"), [("mamba2", 2), ("mamba2", 4), ("qwen3_5_text", 2), ("next", 2)])
 def test_every_weight_but_norms_of_blocks_falls_by_the_degree(name, tp):
     model = tiny(name).to("meta")
     shapes = {key: p.numel() for key, p in model.named_parameters()}
     cuts = parallelize(model, Axis("tp", tp - 1, tp), Ledger()).cuts
     kept = {key for key, p in model.named_parameters() if p.numel() * tp != shapes[key]}
     assert kept == shapes.keys() - cuts.keys()
-    assert all(key.endswith((*NORMS, "norm_f.weight")) and ".mixer." not in key for key in kept), kept
+    assert all(key.endswith(NORMS) and ".mixer." not in key for key in kept), kept
 
 
 def test_groups_that_do_not_go_on_the_ranks_are_refused_with_both_numbers():
@@ -96,6 +99,7 @@ def counted(name, where, options):
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "where", "options", "extra"), [
     ("mamba2", "backbone.layers.0.mixer", {}, 0),
+    ("qwen3_5_text", "model.layers.0.linear_attn", {}, 0),
     ("mamba2", "backbone.layers.0.mixer", ONE_GROUP, 8 / 80),  # B and C: 16 of 80 channels, on both ranks
 ])  # fmt: skip
 def test_arithmetic_falls_by_the_degree_but_for_filters_of_shared_groups(ranks, name, where, options, extra):
@@ -148,6 +152,8 @@ def assert_engines_agree(ranks, tmp_path, name, mesh, options):
 @pytest.mark.parametrize(("name", "mesh", "options"), [
     ("mamba2", {"tp": 2}, {"sizes": ONE_GROUP, "policy": "full"}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("qwen3_5_text", {"tp": 2}, {"policy": "full", "stage": 2}), ("qwen3_5_text", {"tp": 2, "pp": 2}, {"sequence": True}),
+        ("qwen3_5_moe_text", {"tp": 2, "dp": 2}, {"stage": 3}), ("olmo_hybrid", {"tp": 2}, {}),
         ("mamba2", {"tp": 2, "dp": 2}, {"stage": 3}), ("mamba2", {"tp": 2, "pp": 2}, {"sizes": ONE_GROUP}),
         ("mamba2", {"tp": 2}, {"sizes": ONE_GROUP, "lora": {"target_modules": ["in_proj"]}}),
         ("nemotron_h", {"tp": 2, "dp": 2}, {"stage": 2, "sizes": {"n_groups": 1}}),

@@ -6,6 +6,7 @@
     lfm2, jamba                                      attention and MLPs; convolutions and Mamba mixers stay whole
     mamba2, bamba, falcon_h1, granitemoehybrid,      Mamba2 mixers by heads; attention and MLPs
     nemotron_h
+    qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid    gated delta rules by heads; the rest is transformers'
     falcon_mamba                                     matrices are cut, and mixers whole between them
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
@@ -19,7 +20,7 @@ begin at the model that has the type, inside whatever model that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -97,6 +98,27 @@ def _sizes(*sizes: int) -> str:
     return ",".join(map(str, sizes))
 
 
+def _by_heads(where: str, matrices: str, output: str, norm: str, channels: Sequence[int], *numbers: str) -> Plan:
+    """Cut a delta rule by heads: matrices, the convolution of [q | k | v], decays; the norm is every head's."""
+    plan = cut(where, matrices, output, "conv_dim", *numbers) | {f"{where}.{norm}": PARTIAL}
+    plan |= {f"{where}.conv1d": f"depthwise:{_sizes(*channels)}"}
+    return plan | {f"{where}.{number}": "colwise" for number in ("A_log", "dt_bias")}
+
+
+def _gated_delta_rule(matrices: str, output: str, norm: str) -> Callable[[Any], Plan]:
+    """Return the plan of `layers.*.linear_attn`, whose value heads are those of some key heads in turn."""
+
+    def plan(config: Any) -> Plan:
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        channels = (keys, keys, config.linear_num_value_heads * config.linear_value_head_dim)
+        numbers = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
+        rows = _by_heads("layers.*.linear_attn", matrices, output, norm, channels, *numbers)
+        fused = {"layers.*.linear_attn.in_proj_qkv": f"packed_colwise:{_sizes(*channels)}"}
+        return rows | {name: style for name, style in fused.items() if name in rows}
+
+    return plan
+
+
 def _mamba2(where: str, heads: int, inner: int, groups: int, states: int) -> Plan:
     """Cut a Mamba2 mixer by heads: in_proj is [gate | x | B | C | dt], the convolution's channels are [x | B | C]."""
     b_c = groups * states
@@ -132,6 +154,7 @@ def _mamba2_beside(config: Any) -> Plan:
 _NORMS_OF_HEADS = {f"layers.*.self_attn.{x}_norm": PARTIAL for x in "qk"}
 _HYBRID = _attention() | _gated("layers.*.feed_forward")
 _FALCON_H1 = _attention() | cut("layers.*.feed_forward", "up_proj gate_proj", "down_proj")
+_GATED_DELTA_NET = _gated_delta_rule("in_proj_qkv in_proj_z in_proj_b in_proj_a", "out_proj", "norm")
 _GRANITE = _attention() | {
     "layers.*.shared_mlp.input_linear": "packed_colwise",  # gates and ups
     "layers.*.shared_mlp.output_linear": "rowwise",
@@ -173,9 +196,13 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "mamba2": _mamba2_alone,
     "mpt": _mpt,
     "nemotron_h": _nemotron_h,
+    "olmo_hybrid": _gated_delta_rule("q_proj k_proj v_proj a_proj b_proj g_proj", "o_proj", "o_norm"),
     "opt": _attention("decoder.layers.*.self_attn", "num_heads", output="out_proj")
     | cut("decoder.layers.*", "fc1", "fc2"),
     "phi": {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"},
+    "qwen3_5_moe_text": _GATED_DELTA_NET,
+    "qwen3_5_text": _GATED_DELTA_NET,
+    "qwen3_next": _gated_delta_rule("in_proj_qkvz in_proj_ba", "out_proj", "norm"),  # every key head's, in turn
     "qwen3_vl_moe_text": _NORMS_OF_HEADS,
     "qwen3_vl_text": _attention() | _NORMS_OF_HEADS | _gated("layers.*.mlp"),
     "stablelm": _stablelm,
