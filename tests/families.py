@@ -15,8 +15,15 @@ MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_s
           "attn_layer_indices": [1]}  # fmt: skip
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
          "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+KDA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4,
+    "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 2,
+}  # fmt: skip
 EXPERTS = ("gpt_oss", "inkling2_text", "jamba", "qwen3_5_moe_text")
 CONFIGS = {
+    "bailing_hybrid": KDA,
     "bamba": MAMBA2,
     "bart": {"is_decoder": True, "is_encoder_decoder": False, "dropout": 0.0, "encoder_layers": 1, "decoder_layers": 4,
              "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
@@ -38,6 +45,7 @@ CONFIGS = {
                       "rel_extent": 16, "sliding_window_size": 4, "unpadded_vocab_size": 64},
     "granitemoehybrid": MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 48},
     "jamba": {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1},
+    "kimi_linear": KDA,
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "expand": 2, "chunk_size": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},

@@ -43,8 +43,10 @@ FALCON = {"mamba_rms_norm": True, "ssm_multipliers": [0.5, 1.5, 0.7, 1.1, 2.0]}
 
 
 @pytest.mark.parametrize(("name", "world", "options"), [
-    ("mamba2", 2, ONE_GROUP), ("qwen3_5_text", 2, {}),
+    ("mamba2", 2, ONE_GROUP), ("qwen3_5_text", 2, {}), ("kimi_linear", 2, {}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("bailing_hybrid", 2, {}), ("kimi_linear", 4, {"q_lora_rank": 8}),
+        ("bailing_hybrid", 2, {"sequence": True, "layer_types": ["linear_attention"] * 2}),
         ("next", 2, {}), ("olmo_hybrid", 2, {}), ("qwen3_5_moe_text", 2, {}), ("qwen3_5_text", 2, {"sequence": True}),
         ("qwen3_5_text", 4, {"linear_num_key_heads": 4, "num_key_value_heads": 4}),
         ("qwen3_5_text", 2, {"lora": {"target_modules": ["in_proj_qkv", "in_proj_a", "out_proj"]}}),
@@ -100,6 +102,7 @@ def counted(name, where, options):
 @pytest.mark.parametrize(("name", "where", "options", "extra"), [
     ("mamba2", "backbone.layers.0.mixer", {}, 0),
     ("qwen3_5_text", "model.layers.0.linear_attn", {}, 0),
+    ("bailing_hybrid", "model.layers.0.self_attn", {}, 0),
     ("mamba2", "backbone.layers.0.mixer", ONE_GROUP, 8 / 80),  # B and C: 16 of 80 channels, on both ranks
 ])  # fmt: skip
 def test_arithmetic_falls_by_the_degree_but_for_filters_of_shared_groups(ranks, name, where, options, extra):
@@ -154,6 +157,8 @@ def assert_engines_agree(ranks, tmp_path, name, mesh, options):
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ("qwen3_5_text", {"tp": 2}, {"policy": "full", "stage": 2}), ("qwen3_5_text", {"tp": 2, "pp": 2}, {"sequence": True}),
         ("qwen3_5_moe_text", {"tp": 2, "dp": 2}, {"stage": 3}), ("olmo_hybrid", {"tp": 2}, {}),
+        ("kimi_linear", {"tp": 2, "dp": 2}, {"stage": 3, "policy": "full"}), ("bailing_hybrid", {"tp": 2, "pp": 2}, {}),
+        ("bailing_hybrid", {"tp": 2}, {"sequence": True, "sizes": {"layer_types": ["linear_attention"] * 2}}),
         ("mamba2", {"tp": 2, "dp": 2}, {"stage": 3}), ("mamba2", {"tp": 2, "pp": 2}, {"sizes": ONE_GROUP}),
         ("mamba2", {"tp": 2}, {"sizes": ONE_GROUP, "lora": {"target_modules": ["in_proj"]}}),
         ("nemotron_h", {"tp": 2, "dp": 2}, {"stage": 2, "sizes": {"n_groups": 1}}),

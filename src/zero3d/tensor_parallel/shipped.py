@@ -7,6 +7,7 @@
     mamba2, bamba, falcon_h1, granitemoehybrid,      Mamba2 mixers by heads; attention and MLPs
     nemotron_h
     qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid    gated delta rules by heads; the rest is transformers'
+    kimi_linear, bailing_hybrid                      Kimi delta attention by heads, and latent attention
     falcon_mamba                                     matrices are cut, and mixers whole between them
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
@@ -119,6 +120,22 @@ def _gated_delta_rule(matrices: str, output: str, norm: str) -> Callable[[Any], 
     return plan
 
 
+def _kimi_delta_attention(gate: str, forget: str) -> Callable[[Any], Plan]:
+    """Return the plan of `layers.*.self_attn`, such or latent attention; first matrices of pairs stay whole."""
+
+    def plan(config: Any) -> Plan:
+        where, inside = "layers.*.self_attn", "layers.*.self_attn.forget_gate"
+        channels = (config.linear_num_heads * config.linear_head_dim,) * 3
+        matrices = f"q_proj k_proj v_proj b_proj {gate}"
+        rows = _by_heads(where, matrices, "o_proj", "o_norm", channels, "num_heads", "qkv_dim")
+        rows |= {f"{inside}.{name}": "colwise" for name in (forget, "A_log", "dt_bias")}
+        rows |= {f"{inside}.{number}": "divided" for number in ("num_heads", "qkv_dim")}
+        latent = {"q_b_proj": "colwise", "kv_a_proj_with_mqa": "mla_kv_a_proj", "kv_b_proj": "colwise"}
+        return rows | {f"{where}.{name}": style for name, style in latent.items()}
+
+    return plan
+
+
 def _mamba2(where: str, heads: int, inner: int, groups: int, states: int) -> Plan:
     """Cut a Mamba2 mixer by heads: in_proj is [gate | x | B | C | dt], the convolution's channels are [x | B | C]."""
     b_c = groups * states
@@ -161,6 +178,7 @@ _GRANITE = _attention() | {
 }
 SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "apertus": {"layers.*.mlp.act_fn": PARTIAL},
+    "bailing_hybrid": _kimi_delta_attention("g_proj", "f_proj"),
     "bamba": lambda config: _HYBRID | _mamba2_beside(config),
     "bloom": _bloom,
     "deepseek_v3": {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.q_b_proj": "colwise"}
@@ -190,6 +208,7 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "gptj": _attention("h.*.attn", "num_attention_heads", output="out_proj") | cut("h.*.mlp", "fc_in", "fc_out"),
     "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     "jamba": _HYBRID,
+    "kimi_linear": _kimi_delta_attention("g_b_proj", "f_b_proj"),
     "lfm2": _attention(output="out_proj")
     | {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"}
     | cut("layers.*.feed_forward", "w1 w3", "w2"),
