@@ -80,6 +80,11 @@ def test_groups_that_do_not_go_on_the_ranks_are_refused_with_both_numbers():
         parallelize(tiny("mamba2", n_groups=3, num_heads=6, hidden_size=24).to("meta"), Axis("tp", 0, 2), Ledger())
 
 
+def test_heads_of_attention_in_a_mixer_of_any_name_are_not_cut_in_two():
+    with pytest.raises(ConfigError, match="num_key_value_heads=2: 2 / 4 is not a whole number"):
+        parallelize(tiny("nemotron_h").to("meta"), Axis("tp", 0, 4), Ledger())
+
+
 # --- arithmetic, counted ----------------------------------------------------------------------------
 
 

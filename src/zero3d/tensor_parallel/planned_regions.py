@@ -92,8 +92,8 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
             last = kind == "colwise_gather_output" and name.rpartition(".")[2] in OUTPUTS
-            known = any(f"{parent}.".startswith(f"{owner}.") and width == inputs for owner, width in copied)
-            if not known or last:
+            outer = parent.rpartition(".")[0]  # a mixer gives its input to modules of its own
+            if not copied & {(parent, inputs), (outer, inputs)} or last:
                 around = name if not sliced or parent in blocks else parent
                 yield Region(around, *(("all_gather", "reduce_scatter") if sliced else ("", "all_reduce")), inputs)
                 copied |= set() if last else {(parent, inputs)}
