@@ -13,8 +13,17 @@ SHARED = {  # keys and values of two layers are used by two others
 }  # fmt: skip
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 1,
           "attn_layer_indices": [1]}  # fmt: skip
-EXPERTS = ("gpt_oss", "inkling2_text", "jamba")
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+         "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+KDA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4,
+    "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 2,
+}  # fmt: skip
+EXPERTS = ("gpt_oss", "inkling2_text", "jamba", "qwen3_5_moe_text")
 CONFIGS = {
+    "bailing_hybrid": KDA,
     "bamba": MAMBA2,
     "bart": {"is_decoder": True, "is_encoder_decoder": False, "dropout": 0.0, "encoder_layers": 1, "decoder_layers": 4,
              "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
@@ -23,6 +32,7 @@ CONFIGS = {
     "deepseek_v3": {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
                     "num_key_value_heads": 4, "first_k_dense_replace": 2, "head_dim": 4},
     "falcon": {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 48, "bias": True, "num_kv_heads": 2},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
     "falcon_h1": MAMBA2 | {"head_dim": 8, "mamba_d_ssm": 32, "mamba_chunk_size": 4},
     "gemma3n_text": SHARED | {"laurel_rank": 4, "altup_num_inputs": 2, "pad_token_id": None,
                               "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
@@ -33,10 +43,19 @@ CONFIGS = {
     "inkling2_text": {"head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
                       "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "d_rel": 4,
                       "rel_extent": 16, "sliding_window_size": 4, "unpadded_vocab_size": 64},
+    "granitemoehybrid": MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 48},
     "jamba": {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1},
+    "kimi_linear": KDA,
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "expand": 2, "chunk_size": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8,
+                   "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8, "head_dim": 8},
+    "olmo_hybrid": DELTA | {"linear_num_key_heads": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
+    "qwen3_5_moe_text": DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                                 "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": DELTA,
     "zamba2": {"num_hidden_layers": 4, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "mamba_expand": 2, "mamba_headdim": 16,
                "chunk_size": 8, "attention_head_dim": 16, "num_mem_blocks": 1, "adapter_rank": 4,
                "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},

@@ -18,9 +18,10 @@ def random_cuts(seed, count=200):
         size, blocks, dims = rng.choice((1, 2, 4)), rng.randint(1, 3), rng.randint(1, 3)
         dim = rng.randrange(dims)
         shape = [rng.randint(1, 4) for _ in range(dims)]
-        shape[dim] *= size * blocks
+        segments = tuple(rng.randint(1, 3) for _ in range(blocks)) if rng.random() < 0.5 else ()
+        shape[dim] *= size * (sum(segments) or blocks)
         logical = torch.arange(torch.Size(shape).numel()).view(shape)
-        yield rng, logical, [Cut(dim, size, rank, blocks) for rank in range(size)]
+        yield rng, logical, [Cut(dim, size, rank, blocks, segments=segments) for rank in range(size)]
 
 
 def test_what_all_ranks_take_joins_to_the_logical_tensor():
@@ -37,6 +38,14 @@ def test_a_rank_takes_its_chunk_of_every_block():
     gate, up = torch.arange(8), torch.arange(100, 108)
     assert Cut(0, 4, 1, blocks=2).extract(torch.cat([gate, up])).tolist() == [2, 3, 102, 103]
     assert Cut(1, 2, 1).extract(torch.arange(8).view(2, 4)).tolist() == [[2, 3], [6, 7]]
+
+
+def test_a_rank_takes_its_chunk_of_every_segment_of_unlike_lengths():
+    queries, keys, values = torch.arange(2), torch.arange(10, 12), torch.arange(100, 104)
+    cut = Cut(0, 2, 1, blocks=3, segments=(1, 1, 2))
+    assert cut.extract(torch.cat([queries, keys, values])).tolist() == [1, 11, 102, 103]
+    assert cut.even_blocks == 4
+    assert Cut(0, 2, 1, blocks=3, segments=(2, 4, 2)).even_blocks == 4
 
 
 def test_what_is_taken_shares_no_memory_with_the_logical_tensor_and_no_graph():
@@ -107,6 +116,11 @@ def test_without_a_cut_a_cover_is_the_boxes_of_the_range():
         (Cut(0, 8, 0, 3), (12, 5), "12 is not divisible by blocks 3 x tp 8 = 24 .*: pass tp=4, or"),
         (Cut(1, 4, 0), (3, 6), "6 is not divisible by tp 4 .dimension 1 of a tensor of shape .3, 6..: pass tp=3, or"),
         (Cut(0, 2, 0, 3), (16,), "16 is not divisible by blocks 3 .*: give this parameter a style with fewer blocks"),
+        (
+            Cut(0, 8, 0, 3, segments=(8, 4, 4)),
+            (16, 2),
+            "tp 8 does not divide each of 8, 4, 4, the segments of .*: pass tp=4",
+        ),
         (Cut(1, 2, 0), (16,), "dimension 1 of it should be cut over tp 2: give this parameter another style"),
     ],
 )

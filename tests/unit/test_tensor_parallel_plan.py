@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import family
 from models import net
 from tensors import tiny
 from torch import nn
@@ -14,11 +15,12 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.pipeline.split import split
+from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.regions import Regions
-from zero3d.tensor_parallel.shipped import shipped_plan
+from zero3d.tensor_parallel.shipped import UNPLANNED, shipped_plan
 
 NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
@@ -106,7 +108,7 @@ def test_experts_are_cut_in_their_inner_width_and_norms_of_heads_are_partial():
     experts = "model.layers.0.mlp.experts."
     assert whole[experts + "gate_up_proj"] == (4, 32, 32)
     assert shapes(model)[experts + "gate_up_proj"] == (4, 16, 32)
-    assert done.cuts[experts + "gate_up_proj"] == (1, 2, 0, 2, "tp")
+    assert done.cuts[experts + "gate_up_proj"] == Cut(1, 2, 0, 2)
     assert shapes(model)[experts + "down_proj"] == (4, 32, 8)
     assert {name for name in done.partial if "layers.0." in name} == {
         "model.layers.0.self_attn.q_norm.weight",
@@ -170,6 +172,12 @@ def test_what_cannot_be_cut_is_refused_with_names_and_numbers(model, options, me
         built.transformer.h[0].attn.split_size = 30
     with pytest.raises(ConfigError, match=re.escape(message)):
         cut(built, **options)
+
+
+@pytest.mark.parametrize("kind", ["rwkv", pytest.param("recurrent_gemma", marks=pytest.mark.long)])
+def test_types_that_no_plan_is_for_are_refused_by_name_with_what_they_have(kind):
+    with pytest.raises(ConfigError, match=f"zero3d has none for {kind}, which has {re.escape(UNPLANNED[kind])}. Write"):
+        read_plan(family(kind).to("meta"))
 
 
 def test_attention_of_low_rank_keeps_its_first_projections_whole():

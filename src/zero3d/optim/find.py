@@ -144,16 +144,22 @@ def _is_transposed(experts: nn.Module) -> bool:
     return gates.dim() == downs.dim() == 3 and gates.shape[2] == 2 * downs.shape[1] and gates.shape[1] == downs.shape[2]
 
 
-def _packed(model: nn.Module) -> dict[str, int]:
-    """Return how many matrices are fused along their outputs, by the name of a module or parameter."""
+def _packed(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return in which proportion matrices are fused along their outputs, by the name of a module or parameter."""
     plan: dict[str, Style] = {}
     with suppress(ConfigError):
         plan = read_plan(model)
-    return {own_name(name): style.blocks for name, style in plan.items() if style.kind == "packed_colwise"}
+    packed = ((name, style) for name, style in plan.items() if style.kind == "packed_colwise")
+    return {own_name(name): style.sizes or (1,) * style.blocks for name, style in packed}
 
 
 def _fused(
-    model: nn.Module, owner: Owner, stacked: bool, shape: tuple[int, int], dim: int, packed: Mapping[str, int]
+    model: nn.Module,
+    owner: Owner,
+    stacked: bool,
+    shape: tuple[int, int],
+    dim: int,
+    packed: Mapping[str, tuple[int, ...]],
 ) -> str:
     """Return the style of a parameter whose matrices are [A, B], with outputs along `dim`: what is fused in each."""
     length = shape[dim]
@@ -164,8 +170,12 @@ def _fused(
         return "in_turn:1,1" if stacked and not getattr(owner.module, "is_concatenated", True) else "equal:2"
     if local in QKV:
         return _query_key_value(model, length, shape[1 - dim])
-    many = packed.get(own_name(owner.name)) or packed.get(own_name(f"{owner.name}.{owner.local}"))
-    return f"equal:{many}" if many and length % many == 0 else NONE
+    sizes = packed.get(own_name(owner.name)) or packed.get(own_name(f"{owner.name}.{owner.local}"))
+    if not sizes or length % sum(sizes):
+        return NONE
+    if len(set(sizes)) == 1:
+        return f"equal:{len(sizes)}"
+    return "sizes:" + ",".join(str(length // sum(sizes) * size) for size in sizes)
 
 
 def _query_key_value(model: nn.Module, length: int, inputs: int) -> str:

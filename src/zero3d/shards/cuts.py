@@ -4,6 +4,8 @@
     |  gate 0  |  gate 1  |   up 0   |   up 1   |    |  gate 1  |   up 1   |
     <------- block 0 -----><----- block 1 ------>    <- chunk -> <- chunk ->
 
+Blocks may be segments of unlike lengths, such as queries, keys and values of a convolution's channels.
+
 A box of the local tensor is at most one box of the logical one per block, so that whoever knows flat
 ranges of local tensors (units, checkpoints, loading) never sees which rank of which mesh holds what.
 """
@@ -11,7 +13,7 @@ ranges of local tensors (units, checkpoints, loading) never sees which rank of w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -22,8 +24,9 @@ from zero3d.shards.boxes import Box, Shape, box_shape, boxes, intersect, slices
 
 
 class Cut(NamedTuple):
-    """Dimension `dim` is `blocks` equal blocks, each cut into `size` equal chunks.
+    """Dimension `dim` is `blocks` equal blocks, each cut into `size` equal chunks; or segments of unlike lengths.
 
+    segments  lengths in proportion, one for every block; none where blocks are equal
     Rank `rank` of the axis holds its chunk of every block, one behind the other.
     """
 
@@ -32,6 +35,12 @@ class Cut(NamedTuple):
     rank: int
     blocks: int = 1
     axis: str = "tp"
+    segments: tuple[int, ...] = ()
+
+    @property
+    def even_blocks(self) -> int:
+        """Return the fewest equal blocks at whose borders every segment begins: tp divides them or no segment."""
+        return sum(self.segments) // gcd(*self.segments) if self.segments else self.blocks
 
     def local_shape(self, shape: Shape) -> Shape:
         """Return the local shape of a logical tensor's. Raises ConfigError where it cannot be cut equally."""
@@ -41,7 +50,7 @@ class Cut(NamedTuple):
                 f"over tp {self.size}: give this parameter another style in the tensor parallel plan."
             )
         length = shape[self.dim]
-        if length % (self.blocks * self.size):
+        if length % (self.even_blocks * self.size):
             raise ConfigError(self._does_not_divide(shape))
         return (*shape[: self.dim], length // self.size, *shape[self.dim + 1 :])
 
@@ -52,46 +61,50 @@ class Cut(NamedTuple):
     def extract(self, logical: Tensor) -> Tensor:
         """Return a copy of this rank's part of a logical tensor, contiguous and detached. Raises ConfigError."""
         local = self.local_shape(tuple(logical.shape))
-        before, chunk, after = local[: self.dim], local[self.dim] // self.blocks, local[self.dim + 1 :]
-        chunks = logical.detach().reshape(*before, self.blocks, self.size, chunk, *after)
-        chunk_of_rank = chunks.select(self.dim + 1, self.rank)
-        return chunk_of_rank.clone(memory_format=torch.contiguous_format).view(local)
+        chunks = self._chunks(local[self.dim])
+        blocks = torch.split(logical.detach(), [chunk * self.size for chunk in chunks], self.dim)
+        own = [block.narrow(self.dim, self.rank * n, n) for block, n in zip(blocks, chunks, strict=True)]
+        return torch.cat([part.contiguous() for part in own], self.dim)
 
     def join(self, locals: Sequence[Tensor]) -> Tensor:
         """Return the logical tensor of all ranks' local ones, in rank order."""
-        local = tuple(locals[0].shape)
-        before, chunk, after = local[: self.dim], local[self.dim] // self.blocks, local[self.dim + 1 :]
-        parts = [t.reshape(*before, self.blocks, chunk, *after) for t in locals]
-        return torch.stack(parts, self.dim + 1).view(self.logical_shape(local))
+        parts = [torch.split(t, self._chunks(t.shape[self.dim]), self.dim) for t in locals]
+        return torch.cat([chunk for block in zip(*parts, strict=True) for chunk in block], self.dim)
 
     def boxes(self, local_box: Box, local_shape: Shape) -> list[tuple[Box, Box]]:
         """Return a local box as boxes of the logical tensor: (logical box, its part of the local box), in order."""
-        chunk = local_shape[self.dim] // self.blocks
-        pairs = []
-        for block in range(self.blocks):
-            here = (*local_box[: self.dim], (block * chunk, (block + 1) * chunk), *local_box[self.dim + 1 :])
+        pairs, begin = [], 0
+        for chunk in self._chunks(local_shape[self.dim]):
+            here = (*local_box[: self.dim], (begin, begin + chunk), *local_box[self.dim + 1 :])
             part = intersect(local_box, here)
             if part is not None:
-                away = (block * (self.size - 1) + self.rank) * chunk  # from local to logical
+                away = begin * (self.size - 1) + self.rank * chunk  # from local to logical
                 start, stop = part[self.dim]
                 pairs.append(((*part[: self.dim], (start + away, stop + away), *part[self.dim + 1 :]), part))
+            begin += chunk
         return pairs
 
+    def _chunks(self, local: int) -> list[int]:
+        """Return the length of this rank's chunk of every block, of so many places in all."""
+        segments = self.segments or (1,) * self.blocks
+        return [local * segment // sum(segments) for segment in segments]
+
     def _does_not_divide(self, shape: Shape) -> str:
-        length = shape[self.dim]
+        length, blocks = shape[self.dim], self.even_blocks
         where = f"dimension {self.dim} of a tensor of shape {shape}"
-        if length % self.blocks:
+        if length % blocks:
             return (
-                f"{length} is not divisible by blocks {self.blocks} ({where}): give this parameter a style with "
+                f"{length} is not divisible by blocks {blocks} ({where}): give this parameter a style with "
                 "fewer blocks in the tensor parallel plan."
             )
-        requested = f"tp {self.size}" if self.blocks == 1 else f"blocks {self.blocks} x tp {self.size}"
-        product = "" if self.blocks == 1 else f" = {self.blocks * self.size}"
-        works = next(tp for tp in range(self.size, 0, -1) if length // self.blocks % tp == 0)
-        return (
-            f"{length} is not divisible by {requested}{product} ({where}): pass tp={works}, or leave this parameter "
-            "whole in the tensor parallel plan."
-        )
+        works = next(tp for tp in range(self.size, 0, -1) if length // blocks % tp == 0)
+        instead = f"pass tp={works}, or leave this parameter whole in the tensor parallel plan."
+        if self.segments:
+            lengths = ", ".join(str(length * segment // sum(self.segments)) for segment in self.segments)
+            return f"tp {self.size} does not divide each of {lengths}, the segments of {where}: {instead}"
+        requested = f"tp {self.size}" if blocks == 1 else f"blocks {blocks} x tp {self.size}"
+        product = "" if blocks == 1 else f" = {blocks * self.size}"
+        return f"{length} is not divisible by {requested}{product} ({where}): {instead}"
 
 
 class Tile(NamedTuple):

@@ -8,6 +8,7 @@ plan.py             which style each module gets, from a user's map and a model'
 shipped.py          plans that transformers lacks
 proposal.py         lines of a plan that a message proposes
 styles.py           what a style cuts and hooks
+mixers.py           Mamba2 mixers: heads and groups of a rank, norms and B, C that ranks share
 heads.py            arguments of attention with an entry for every head
 vocabulary.py       embedding, head and loss over a cut vocabulary
 sequence.py         sequence parallelism, and dropout around cut modules

@@ -94,7 +94,8 @@ def parallelize(
 
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
     """Refuse to cut a head in two, which shapes do not tell. Raises ConfigError."""
-    attention = any(("attn" in name or "attention" in name) and style.kind in CUTS for name, style in styles.items())
+    parts = ("attn", "attention", ".q_proj")  # Nemotron-H calls every mixer so
+    attention = any(style.kind in CUTS and any(part in name for part in parts) for name, style in styles.items())
     for key in HEADS if attention else ():
         for heads in layer_numbers(config, key):
             check_heads(key, heads, size)

@@ -2,6 +2,7 @@
 
     layers.*.self_attn.q_proj: colwise      a name in which * stands for one part, and a style
     layers.*.mlp.gate_up: packed_colwise:3  how many equal blocks are fused, where not 2
+    layers.*.conv1d: depthwise:64,64,128    or of which sizes
 
 The user's map wins over shipped plans (`shipped.py`), and these over Hugging Face's; "none" takes a name out. A name
 may begin at the model, at the model inside a PEFT wrapper, or at the base model below the head. Towers of models of
@@ -11,6 +12,7 @@ images and text are whole, unless the user's map says otherwise.
     colwise                         outputs of a Linear or Conv1D      input is copied in
     rowwise                         inputs, the bias is not            output is reduced, then the bias is added
     packed_colwise, packed_rowwise  the same, of fused matrices        (fused experts: [experts, 2 I, H] and so on)
+    depthwise                       channels of a convolution   that has filters of its own for each
     colwise_gather_output           as colwise                         and the ranks' outputs are gathered
     rowwise_split_input             as rowwise                         but its input is common
     embedding_rowwise               the vocabulary of an Embedding     output is reduced
@@ -18,13 +20,15 @@ images and text are whole, unless the user's map says otherwise.
     moe_tp_experts                  nothing (its parameters are)       floating inputs are copied in, output is reduced
     mla_kv_a_proj                   nothing                            the rotary part of its output is copied in
     own_heads:8                     nothing                            ALiBi, masks of 8 heads: this rank's are taken
+    own_groups:2                    nothing                            B and C of a Mamba2 mixer: this rank's are taken
     added_once                      nothing: a bias that rank 0 adds
     all_reduce                      nothing                            output is reduced
     divided                         an integer attribute becomes // tp
     replicate, local_params         nothing
 
 A parameter gets colwise or rowwise where it is fused experts' [experts, ., .], their biases [experts, .] or one number
-for every head (attention sinks). Styles that only help what is cut around them are idle where nothing is.
+for every head (attention sinks, decays of a recurrence). Styles that only help what is cut around them are idle where
+nothing is.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.models.plan_names import fits, in_other_chunk, is_of_tower, names_in, roots
 from zero3d.tensor_parallel.proposal import propose
-from zero3d.tensor_parallel.shipped import shipped_plan
+from zero3d.tensor_parallel.shipped import UNPLANNED, shipped_plan, unplanned
 
 NONE = "none"
 STYLES = (
@@ -48,6 +52,7 @@ STYLES = (
     "rowwise",
     "packed_colwise",
     "packed_rowwise",
+    "depthwise",
     "colwise_gather_output",
     "rowwise_split_input",
     "colwise_rep",
@@ -61,10 +66,13 @@ STYLES = (
     "mla_kv_a_proj",
     "local_params",
     "own_heads",
+    "own_groups",
     "added_once",
 )
 OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "local_params": "replicate"}
-COUNTED = ("packed_colwise", "packed_rowwise", "own_heads")
+FUSED = ("packed_colwise", "packed_rowwise", "depthwise")
+COUNTED = (*FUSED, "own_heads", "own_groups")
+USUAL = {"packed_colwise": 2, "packed_rowwise": 2}  # blocks where a style names no number; of others one
 CUTS = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 REFUSED = {
     "embedding_colwise": "embeddings are cut along the vocabulary",
@@ -74,10 +82,11 @@ REFUSED = {
 
 
 class Style(NamedTuple):
-    """A style's name and, where matrices are fused, how many; or of how many heads."""
+    """A style's name and, where matrices are fused, how many, and of which sizes if not equal; or of how many heads."""
 
     kind: str
     blocks: int = 1
+    sizes: tuple[int, ...] = ()
 
 
 def read_plan(
@@ -90,7 +99,7 @@ def read_plan(
     Errors: no plan at all, an unknown or refused style, a pattern of the user's that names nothing (ConfigError).
     """
     built_in, user = _built_in_plan(model), dict(given or {})
-    if not built_in and not user:
+    if not user and (not built_in or unplanned(model)):
         raise ConfigError(_no_plan(model))
     for pattern, style in user.items():
         parse(pattern, style)
@@ -141,8 +150,14 @@ def _in_call_order(plan: Mapping[str, Style], called: Mapping[str, int]) -> dict
 
 def _is_idle(name: str, style: Style, plan: Mapping[str, Style]) -> bool:
     """Return whether a style only helps what is cut in its module, and nothing there is."""
-    inside = {"own_heads": name, "divided": name.rpartition(".")[0], "mla_kv_a_proj": name.rpartition(".")[0]}
-    around = inside.get(style.kind)
+    if style.kind == "own_groups":
+        return plan.get(f"{name}.in_proj", style).kind not in CUTS
+    around = {
+        "own_heads": name,
+        "divided": name.rpartition(".")[0],
+        "depthwise": name.rpartition(".")[0],
+        "mla_kv_a_proj": name.rpartition(".")[0],
+    }.get(style.kind)
     return around is not None and not any(inner.startswith(f"{around}.") and plan[inner].kind in CUTS for inner in plan)
 
 
@@ -151,13 +166,18 @@ def parse(name: str, style: str) -> Style:
     kind, _, count = style.partition(":") if isinstance(style, str) else (str(style), "", "")
     if kind in REFUSED:
         raise ConfigError(f"{name}: style {kind!r} is not supported ({REFUSED[kind]}). Use tp=1.")
-    counted = kind in COUNTED and count.isdecimal() and int(count) > 0
-    if (kind not in STYLES and kind != NONE) or ((bool(count) or kind == "own_heads") and not counted):
+    numbers = count.split(",") if kind in FUSED else [count]
+    counted = kind in COUNTED and all(number.isdecimal() and int(number) > 0 for number in numbers)
+    needed = bool(count) or kind.startswith("own_")
+    if (kind not in STYLES and kind != NONE) or (needed and not counted):
         raise ConfigError(
             f"{name}: unknown tensor-parallel style {style!r}. Known are {', '.join(STYLES)}, "
-            "packed_colwise:3 (three fused matrices), own_heads:8 (of eight heads) and none."
+            "packed_colwise:3 (three fused matrices), packed_colwise:64,64,128 (of these sizes), own_heads:8 (of "
+            "eight heads) and none."
         )
-    return Style(OLD_NAMES.get(kind, kind), int(count or 2) if kind in COUNTED else 1)
+    if len(numbers) > 1:
+        return Style(kind, len(numbers), tuple(map(int, numbers)))
+    return Style(OLD_NAMES.get(kind, kind), int(count) if count else USUAL.get(kind, 1))
 
 
 def _built_in_plan(model: nn.Module) -> dict[str, str]:
@@ -193,8 +213,10 @@ def _has(model: nn.Module, name: str, attribute: str) -> bool:
 
 
 def _no_plan(model: nn.Module) -> str:
+    kind = unplanned(model)
+    why = f": zero3d has none for {kind}, which has {UNPLANNED[kind]}" if kind else ""
     return (
-        f"{type(model).__name__} comes without a tensor-parallel plan for its blocks. Write one, with colwise for "
+        f"{type(model).__name__} comes without a tensor-parallel plan for its blocks{why}. Write one, with colwise for "
         "matrices whose outputs the ranks share out and rowwise for those that take these as inputs. "
         + propose(model, roots(model))
     )

@@ -6,6 +6,8 @@
     copy_to, first of a module      backward all_reduce            all_gather, backward reduce_scatter
     reduce_from                     all_reduce                     reduce_scatter, backward all_gather
     first block, last block         nothing                        backward all_gather; all_gather
+    Mamba2, groups shared by ranks  all_gather, backward reduce_scatter of B, C and their filters; all_reduce, backward
+                                    too, of a norm's sums of squares
     embedding, head                 all_reduce; backward all_reduce, and two fp32 numbers per token for the loss
     recomputed module               backward all_gather of its input, where that is kept in parts; with `every` once for
                                     as many modules
@@ -28,9 +30,10 @@ from torch import nn
 
 from zero3d.activations.segments import Recomputed
 from zero3d.distributed.degrees import Degrees
+from zero3d.tensor_parallel.mixers import Groups
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.tensor_parallel.traffic import Region, loss_region, tensor_traffic
+from zero3d.tensor_parallel.traffic import FP32, Region, loss_region, tensor_traffic
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
@@ -81,7 +84,7 @@ def warn_across_hosts(degrees: Degrees, local: int | None, regions: list[Region]
 
 def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Region]:
     """Yield the regions of all styles, with the collectives they do if their inputs have gradients."""
-    copied: str | None = None  # the module whose matrices' input is copied in already
+    copied: set[tuple[str, int]] = set()  # modules whose matrices' input, of this width, is copied in already
     for name, style in uncut.styles.items():
         kind, parent = style.kind, name.rpartition(".")[0]
         module = _get(uncut.model, name)
@@ -89,22 +92,34 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
             last = kind == "colwise_gather_output" and name.rpartition(".")[2] in OUTPUTS
-            if parent != copied or last:
+            outer = parent.rpartition(".")[0]  # a mixer gives its input to modules of its own
+            if not copied & {(parent, inputs), (outer, inputs)} or last:
                 around = name if not sliced or parent in blocks else parent
                 yield Region(around, *(("all_gather", "reduce_scatter") if sliced else ("", "all_reduce")), inputs)
-                copied = copied if last else parent
+                copied |= set() if last else {(parent, inputs)}
             if name == uncut.head:
                 yield loss_region(name, size)
             elif kind == "colwise_gather_output":
                 yield Region(name, "all_gather", "", outputs)
         elif kind == "mla_kv_a_proj":
-            copied = None  # the latent is another matrix's input
+            copied.clear()  # the latent is another matrix's input
             yield Region(name, "", "all_reduce", _get(uncut.model, parent).qk_rope_head_dim)
+        elif kind == "own_groups":
+            yield from _of_groups(name, module, Groups(style.blocks, size, module.ssm_state_size))
         elif isinstance(module, nn.Module) and (
             kind in ROWWISE or kind in ("embedding_rowwise", "all_reduce", "moe_tp_experts")
         ):
-            copied = None
+            copied.clear()
             yield from _reduced(uncut, name, kind, module, sliced)
+
+
+def _of_groups(name: str, mixer: Any, groups: Groups) -> Iterator[Region]:
+    """Yield the regions of a Mamba2 mixer whose ranks share groups; those of its matrices are theirs."""
+    if groups.shared:
+        filters = sum(p[0].numel() for p in mixer.conv1d.parameters())
+        yield Region(f"{name}.in_proj", "all_gather", "reduce_scatter", groups.width, fixed=groups.width * filters)
+        if not isinstance(mixer.norm, nn.Identity):
+            yield Region(f"{name}.norm", "all_reduce", "all_reduce", groups.total, FP32)
 
 
 def _reduced(uncut: UncutModel, name: str, kind: str, module: nn.Module, sliced: bool) -> Iterator[Region]:

@@ -1,7 +1,8 @@
 """Lines of a plan that a message proposes for a model without one: right for the model, or none.
 
-attention    q, k, v (or one matrix of all three) and the output, by name: what is between them is computed whole
-             on every rank, which is right whatever it is; `shipped.py` has plans that share out heads
+attention    q, k, v (or one matrix of all three) and the output, by name, and the matrices of a mixer: what is between
+             them is computed whole on every rank, which is right whatever it is; `shipped.py` has plans that share out
+             heads
 MLP          by name: shared out, or computed whole where a norm lies on what would be cut, or where widths tell that
              something else lies between, such as halves of one matrix that gate each other
 the rest     stays whole
@@ -30,6 +31,7 @@ ATTENTIONS = (  # names of inputs, and of the output, which may be in a module b
     ("c_attn", "c_proj"),
     ("q k v", "o"),
     ("Wq Wk Wv", "Wo"),
+    ("in_proj", "out_proj"),
     ("wq wk wv", "wo"),
 )
 MLPS = (

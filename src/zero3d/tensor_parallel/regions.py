@@ -7,6 +7,8 @@
     reduce_scatter_to_slices  reduce_scatter   all_gather       activations outside are slices of the sequence
     scatter_to                slice            all_gather       a common tensor becomes slices, one per rank
     gather_from               all_gather       slice            slices become a common tensor
+    gather_parts              all_gather       reduce_scatter   ranks use the whole of what each has a part of
+    sum_parts                 all_reduce       all_reduce       ranks use the sum of their terms, each for what it has
 
 The names are Megatron-LM's (its f is copy_to and its g reduce_from, Shoeybi et al. 2019; with sequences Korthikanti et
 al. 2022). A *common* tensor has the same values on all tp ranks.
@@ -42,6 +44,8 @@ COLLECTIVES = {
     "reduce_scatter_to_slices": ("reduce_scatter", "all_gather"),
     "scatter_to": ("slice", "all_gather"),
     "gather_from": ("all_gather", "slice"),
+    "gather_parts": ("all_gather", "reduce_scatter"),
+    "sum_parts": ("all_reduce", "all_reduce"),
 }
 
 
@@ -154,6 +158,16 @@ class Regions:
     def gather_from(self, t: Tensor, name: str, dim: int = SEQUENCE) -> Tensor:
         """Join the ranks' slices along `dim`; all ranks use the result alike, so its gradient is only sliced."""
         return convert(t, Conversion("gather_from", dim, name, self.channel))
+
+    @_disable_dynamo
+    def gather_parts(self, t: Tensor, name: str) -> Tensor:
+        """Join the ranks' parts along dim 0, for what is a rank's own: gradients of it are summed."""
+        return convert(t, Conversion("gather_parts", 0, name, self.channel))
+
+    @_disable_dynamo
+    def sum_parts(self, t: Tensor, name: str) -> Tensor:
+        """Return the sum of the ranks' terms, for what is a rank's own: gradients of it are summed."""
+        return convert(t, Conversion("sum_parts", 0, name, self.channel))
 
     @_disable_dynamo
     def forget(self) -> None:

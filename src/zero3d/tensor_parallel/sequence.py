@@ -52,7 +52,8 @@ def install_sequence(context: StyleContext) -> None:
     _check_whole(context, blocks)
     around = dict.fromkeys(name.rpartition(".")[0] for name in context.colwise if _inside(name, blocks))
     for name in around:
-        if name not in blocks:
+        within = any(name.startswith(f"{other}.") for other in around)  # a mixer's own modules are given the whole
+        if name not in blocks and not within:
             gather = partial(_gather_first, context.regions, name)
             context.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for block in blocks.values():

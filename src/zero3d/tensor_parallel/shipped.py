@@ -3,7 +3,12 @@
     opt, gptj, stablelm, bloom, mpt, falcon, gpt2    no plan there
     gpt_oss                                          none for tp; its experts are [experts, inputs, outputs] with biases
     deepseek_v3                                      none for its latent attention; deepseek_v2's is transformers'
-    lfm2, bamba, falcon_h1, jamba                    attention and MLPs; convolutions and Mamba mixers stay whole
+    lfm2, jamba                                      attention and MLPs; convolutions and Mamba mixers stay whole
+    mamba2, bamba, falcon_h1, granitemoehybrid,      Mamba2 mixers by heads; attention and MLPs
+    nemotron_h
+    qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid    gated delta rules by heads; the rest is transformers'
+    kimi_linear, bailing_hybrid                      Kimi delta attention by heads, and latent attention
+    falcon_mamba                                     matrices are cut, and mixers whole between them
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
     apertus, phi, qwen3_vl_moe                       parameters that are used on what each rank has for itself
@@ -16,7 +21,7 @@ begin at the model that has the type, inside whatever model that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -90,18 +95,98 @@ def _mpt(config: Any) -> Plan:
     return attention | {where: f"own_heads:{config.n_heads}"} | cut("blocks.*.ffn", "up_proj", "down_proj")
 
 
+def _sizes(*sizes: int) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _by_heads(where: str, matrices: str, output: str, norm: str, channels: Sequence[int], *numbers: str) -> Plan:
+    """Cut a delta rule by heads: matrices, the convolution of [q | k | v], decays; the norm is every head's."""
+    plan = cut(where, matrices, output, "conv_dim", *numbers) | {f"{where}.{norm}": PARTIAL}
+    plan |= {f"{where}.conv1d": f"depthwise:{_sizes(*channels)}"}
+    return plan | {f"{where}.{number}": "colwise" for number in ("A_log", "dt_bias")}
+
+
+def _gated_delta_rule(matrices: str, output: str, norm: str) -> Callable[[Any], Plan]:
+    """Return the plan of `layers.*.linear_attn`, whose value heads are those of some key heads in turn."""
+
+    def plan(config: Any) -> Plan:
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        channels = (keys, keys, config.linear_num_value_heads * config.linear_value_head_dim)
+        numbers = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
+        rows = _by_heads("layers.*.linear_attn", matrices, output, norm, channels, *numbers)
+        fused = {"layers.*.linear_attn.in_proj_qkv": f"packed_colwise:{_sizes(*channels)}"}
+        return rows | {name: style for name, style in fused.items() if name in rows}
+
+    return plan
+
+
+def _kimi_delta_attention(gate: str, forget: str) -> Callable[[Any], Plan]:
+    """Return the plan of `layers.*.self_attn`, such or latent attention; first matrices of pairs stay whole."""
+
+    def plan(config: Any) -> Plan:
+        where, inside = "layers.*.self_attn", "layers.*.self_attn.forget_gate"
+        channels = (config.linear_num_heads * config.linear_head_dim,) * 3
+        matrices = f"q_proj k_proj v_proj b_proj {gate}"
+        rows = _by_heads(where, matrices, "o_proj", "o_norm", channels, "num_heads", "qkv_dim")
+        rows |= {f"{inside}.{name}": "colwise" for name in (forget, "A_log", "dt_bias")}
+        rows |= {f"{inside}.{number}": "divided" for number in ("num_heads", "qkv_dim")}
+        latent = {"q_b_proj": "colwise", "kv_a_proj_with_mqa": "mla_kv_a_proj", "kv_b_proj": "colwise"}
+        return rows | {f"{where}.{name}": style for name, style in latent.items()}
+
+    return plan
+
+
+def _mamba2(where: str, heads: int, inner: int, groups: int, states: int) -> Plan:
+    """Cut a Mamba2 mixer by heads: in_proj is [gate | x | B | C | dt], the convolution's channels are [x | B | C]."""
+    b_c = groups * states
+    return {
+        where: f"own_groups:{groups}",
+        f"{where}.in_proj": f"packed_colwise:{_sizes(inner, inner, b_c, b_c, heads)}",
+        f"{where}.conv1d": f"depthwise:{_sizes(inner, b_c, b_c)}",
+        **{f"{where}.{number}": "colwise" for number in ("A_log", "D", "dt_bias", "norm.weight")},
+        f"{where}.out_proj": "rowwise",
+        **{f"{where}.{number}": "divided" for number in ("num_heads", "intermediate_size")},
+    }
+
+
+def _nemotron_h(config: Any) -> Plan:
+    """Cut attention, MLPs and mixers, which all have one name; experts are transformers' to cut."""
+    where, inner = "layers.*.mixer", config.mamba_num_heads * config.mamba_head_dim
+    mixers = _mamba2(where, config.mamba_num_heads, inner, config.n_groups, config.ssm_state_size)
+    mlps = cut(where, "up_proj", "down_proj") | cut(f"{where}.shared_experts", "up_proj", "down_proj")
+    return mixers | _attention(where) | mlps
+
+
+def _mamba2_alone(config: Any) -> Plan:
+    inner = int(config.expand * config.hidden_size)
+    return _mamba2("layers.*.mixer", config.num_heads, inner, config.n_groups, config.state_size)
+
+
+def _mamba2_beside(config: Any) -> Plan:
+    """Cut the mixers of hybrids that name their numbers mamba_*."""
+    inner = getattr(config, "mamba_d_ssm", None) or int(config.mamba_expand * config.hidden_size)
+    return _mamba2("layers.*.mamba", config.mamba_n_heads, inner, config.mamba_n_groups, config.mamba_d_state)
+
+
 _NORMS_OF_HEADS = {f"layers.*.self_attn.{x}_norm": PARTIAL for x in "qk"}
 _HYBRID = _attention() | _gated("layers.*.feed_forward")
 _FALCON_H1 = _attention() | cut("layers.*.feed_forward", "up_proj gate_proj", "down_proj")
+_GATED_DELTA_NET = _gated_delta_rule("in_proj_qkv in_proj_z in_proj_b in_proj_a", "out_proj", "norm")
+_GRANITE = _attention() | {
+    "layers.*.shared_mlp.input_linear": "packed_colwise",  # gates and ups
+    "layers.*.shared_mlp.output_linear": "rowwise",
+}
 SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "apertus": {"layers.*.mlp.act_fn": PARTIAL},
-    "bamba": _HYBRID,
+    "bailing_hybrid": _kimi_delta_attention("g_proj", "f_proj"),
+    "bamba": lambda config: _HYBRID | _mamba2_beside(config),
     "bloom": _bloom,
     "deepseek_v3": {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.q_b_proj": "colwise"}
     | {"layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"}
     | cut("layers.*.self_attn", "kv_b_proj", "o_proj"),
     "falcon": _falcon,
-    "falcon_h1": _FALCON_H1,
+    "falcon_h1": lambda config: _FALCON_H1 | _mamba2_beside(config),
+    "falcon_mamba": whole_attention("layers.*.mixer", "in_proj", "out_proj"),
     "gemma3n_text": _gemma3n,
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
@@ -119,20 +204,51 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
         "layers.*.mlp.experts.down_proj": "colwise",
         "layers.*.mlp.experts.down_proj_bias": "added_once",
     },
+    "granitemoehybrid": lambda config: _GRANITE | _mamba2_beside(config),
     "gptj": _attention("h.*.attn", "num_attention_heads", output="out_proj") | cut("h.*.mlp", "fc_in", "fc_out"),
     "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     "jamba": _HYBRID,
+    "kimi_linear": _kimi_delta_attention("g_b_proj", "f_b_proj"),
     "lfm2": _attention(output="out_proj")
     | {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"}
     | cut("layers.*.feed_forward", "w1 w3", "w2"),
+    "mamba2": _mamba2_alone,
     "mpt": _mpt,
+    "nemotron_h": _nemotron_h,
+    "olmo_hybrid": _gated_delta_rule("q_proj k_proj v_proj a_proj b_proj g_proj", "o_proj", "o_norm"),
     "opt": _attention("decoder.layers.*.self_attn", "num_heads", output="out_proj")
     | cut("decoder.layers.*", "fc1", "fc2"),
     "phi": {f"layers.*.self_attn.{x}_layernorm": PARTIAL for x in "qk"},
+    "qwen3_5_moe_text": _GATED_DELTA_NET,
+    "qwen3_5_text": _GATED_DELTA_NET,
+    "qwen3_next": _gated_delta_rule("in_proj_qkvz in_proj_ba", "out_proj", "norm"),  # every key head's, in turn
     "qwen3_vl_moe_text": _NORMS_OF_HEADS,
     "qwen3_vl_text": _attention() | _NORMS_OF_HEADS | _gated("layers.*.mlp"),
     "stablelm": _stablelm,
 }
+
+
+UNPLANNED: Mapping[str, str] = {  # types without a plan, and what between their matrices no style shares out
+    "inkling_text": "short convolutions behind attention and MLP, and shared experts in stacks of their own",
+    "lfm3": "short convolutions, and attention with a gate for every head",
+    "mamba": "a scan whose time steps follow from all of its channels",
+    "recurrent_gemma": "gated recurrences (RG-LRU) with matrices for every head",
+    "rwkv": "a recurrence over its channels, and a shift of tokens in attention and MLP",
+    "xlstm": "mLSTM cells with gates and norms of all heads",
+    "zamba": "mixers with matrices for every head, and a transformer that its blocks share",
+    "zamba2": "a transformer that its blocks share, with adapters for each of them",
+    "zaya": "attention that convolves queries and keys together and delays values",
+}
+
+
+def unplanned(model: nn.Module) -> str:
+    """Return the type of UNPLANNED that `model` has inside, or nothing."""
+    kinds = (
+        getattr(module.config, "model_type", "")
+        for module in model.modules()
+        if hasattr(module, "config") and getattr(module, "base_model", None) is module
+    )
+    return next((kind for kind in kinds if kind in UNPLANNED), "")
 
 
 def shipped_plan(model: nn.Module) -> Plan:

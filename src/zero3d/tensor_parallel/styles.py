@@ -28,9 +28,12 @@ from zero3d.nested import map_tensors
 from zero3d.shards.cuts import Cut
 from zero3d.spec.formats import DoubleFormat, Format
 from zero3d.tensor_parallel.heads import slice_heads
+from zero3d.tensor_parallel.mixers import take_groups
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.regions import Conversion, Regions, convert
 from zero3d.tensor_parallel.vocabulary import Head, LocalEmbedding
+
+WHOLE = Style("colwise")  # of one block
 
 
 @dataclass
@@ -55,16 +58,20 @@ class StyleContext:
     colwise: list[str] = field(default_factory=list)
     rowwise: list[str] = field(default_factory=list)
 
-    def cut(self, name: str, p: nn.Parameter, dim: int, blocks: int = 1) -> None:
+    def cut(self, name: str, p: nn.Parameter, dim: int, style: Style = WHOLE) -> None:
         """Note a cut. Raises ConfigError where two styles disagree or the size does not divide."""
         channel = self.regions.channel
-        made = Cut(dim % p.dim(), channel.size, channel.rank, blocks)
+        made = Cut(dim % p.dim(), channel.size, channel.rank, style.blocks, segments=style.sizes)
         if self.cuts.setdefault(p, made) != made:
             raise ConfigError(f"{name}: two tensor-parallel styles cut one tied parameter in two ways.")
         try:
             made.local_shape(tuple(p.shape))
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
+
+    def parts(self, style: Style) -> int:
+        """Return into how many equal parts a style divides what it cuts, all ranks' together."""
+        return self.regions.channel.size * Cut(0, 1, 0, style.blocks, segments=style.sizes).even_blocks
 
     def refuse_sequence(self, name: str, style: Style) -> None:
         """Refuse a style inside blocks under sequence parallelism: a rank has a slice there. Raises ConfigError."""
@@ -92,13 +99,13 @@ def apply_style(context: StyleContext, name: str, style: Style, head: Head) -> N
 
 def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    _cut_matrix(context, name, base, 0, style.blocks)
+    _cut_matrix(context, name, base, 0, style)
     if base.bias is not None:
-        context.cut(f"{name}.bias", base.bias, 0, style.blocks)
+        context.cut(f"{name}.bias", base.bias, 0, style)
     for a, b in adapters:
         context.partial.update(a.parameters())
         for local, p in b.named_parameters():
-            context.cut(f"{name}.{local}", p, 0, style.blocks)
+            context.cut(f"{name}.{local}", p, 0, style)
         context.handled.add(b)
     context.handled.add(base)
     whole = style.kind == "colwise_gather_output"
@@ -111,13 +118,27 @@ def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, 
         module.register_forward_pre_hook(partial(_copy_first, context.regions, name, whole), with_kwargs=True)
 
 
-def _cut_matrix(context: StyleContext, name: str, base: Any, dim: int, blocks: int) -> None:
+def _cut_matrix(context: StyleContext, name: str, base: Any, dim: int, style: Style) -> None:
     """Cut the outputs (0) or the inputs (1) of a matrix."""
     if isinstance(base, QuantisedLinear):
-        _check_groups(name, base.codec.format, base.full, dim, context.regions.channel.size * blocks)
-        context.cut(f"{name}.packed", base.packed, dim, blocks)
+        _check_groups(name, base.codec.format, base.full, dim, context.parts(style))
+        context.cut(f"{name}.packed", base.packed, dim, style)
     else:
-        context.cut(f"{name}.weight", base.weight, 1 - dim if is_conv(base) else dim, blocks)
+        context.cut(f"{name}.weight", base.weight, 1 - dim if is_conv(base) else dim, style)
+
+
+def _depthwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    plain = isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
+    if not isinstance(module, nn.Conv1d) or not plain:
+        raise ConfigError(
+            f"{name}: style {style.kind!r} is for an nn.Conv1d with as many groups as channels, and this is "
+            f"{_kind(module)}."
+        )
+    for local, p in module.named_parameters():
+        context.cut(f"{name}.{local}", p, 0, style)
+    context.handled.add(module)
+    channels = module.groups // context.regions.channel.size
+    module.in_channels = module.out_channels = module.groups = channels
 
 
 def _check_groups(name: str, form: Format | DoubleFormat, shape: tuple[int, int], dim: int, parts: int) -> None:
@@ -138,10 +159,10 @@ def _check_groups(name: str, form: Format | DoubleFormat, shape: tuple[int, int]
 
 def _rowwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    _cut_matrix(context, name, base, 1, style.blocks)
+    _cut_matrix(context, name, base, 1, style)
     for a, b in adapters:
         for local, p in a.named_parameters():
-            context.cut(f"{name}.{local}", p, 1, style.blocks)
+            context.cut(f"{name}.{local}", p, 1, style)
         if any(p.dim() == 1 for p in b.parameters()):
             raise ConfigError(f"{name}: a LoRA bias would be added once per tp rank: pass lora_bias=False.")
         context.partial.update(b.parameters())
@@ -208,6 +229,10 @@ def _heads(context: StyleContext, name: str, module: nn.Module, style: Style, he
     module.register_forward_pre_hook(partial(slice_heads, context.regions.channel, style.blocks), with_kwargs=True)
 
 
+def _groups(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    take_groups(context.regions, name, module, style.blocks)
+
+
 def _all_reduce(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     module.register_forward_hook(partial(_reduce_output, context.regions, name, None))
 
@@ -215,6 +240,7 @@ def _all_reduce(context: StyleContext, name: str, module: nn.Module, style: Styl
 APPLY: Mapping[str, Callable[[StyleContext, str, nn.Module, Style, Head], None]] = {
     "colwise": _colwise,
     "packed_colwise": _colwise,
+    "depthwise": _depthwise,
     "colwise_gather_output": _colwise,
     "rowwise": _rowwise,
     "packed_rowwise": _rowwise,
@@ -225,6 +251,7 @@ APPLY: Mapping[str, Callable[[StyleContext, str, nn.Module, Style, Head], None]]
     "all_reduce": _all_reduce,
     "mla_kv_a_proj": _latent,
     "own_heads": _heads,
+    "own_groups": _groups,
 }
 
 
@@ -243,17 +270,18 @@ def _parameter(context: StyleContext, name: str, style: Style) -> None:
         return
     dims = {"colwise": 0, "packed_colwise": 0, "rowwise": 1, "packed_rowwise": 1}  # of each matrix
     stack = stacks_of(module).get(local)
-    if style.kind not in dims or (stack is None and p.dim() > 3):
+    vector = p.dim() == 1 or (stack is None and p.dim() > 3 and p.numel() == max(p.shape))  # [H] or [1, 1, H, 1]
+    if style.kind not in dims or (stack is None and p.dim() > 3 and not vector):
         raise ConfigError(
             f"{name}: style {style.kind!r} on a parameter of shape {tuple(p.shape)}. A parameter is cut, colwise or "
             "rowwise, where it is experts' fused matrices [experts, ., .], their biases [experts, .] or a number for "
             "every head; else give its module the style."
         )
     if stack is not None:
-        parts = context.regions.channel.size * style.blocks
-        _check_groups(name, stack.codec.format, stack.full.shape, dims[style.kind], parts)
-    context.cut(name, p, 1 + dims[style.kind] if stack is not None or p.dim() == 3 else -1, style.blocks)
-    if p.dim() == 1:
+        _check_groups(name, stack.codec.format, stack.full.shape, dims[style.kind], context.parts(style))
+    inner = 1 + dims[style.kind] if stack is not None or p.dim() == 3 else -1
+    context.cut(name, p, p.shape.index(max(p.shape)) if vector else inner, style)
+    if vector:
         context.handled.add(module)
 
 

@@ -17,6 +17,7 @@ class Region(NamedTuple):
     width              elements per token of the whole tensor
     least              bytes of an element where those of the compute dtype are fewer
     again              recomputation runs the forward a second time
+    fixed              elements that are sent along whatever the number of tokens: weights
     """
 
     name: str
@@ -25,6 +26,7 @@ class Region(NamedTuple):
     width: int
     least: int = 0
     again: bool = False
+    fixed: int = 0
 
 
 def loss_region(name: str, size: int) -> Region:
@@ -51,7 +53,7 @@ def tensor_traffic(
         for op, times in ((region.forward, 1 + region.again), (region.backward, 1)):
             if op:
                 hops = (2 if op == "all_reduce" else 1) * (n - 1)
-                elements = times * tokens * region.width * hops // n
+                elements = times * (tokens * region.width + micro_batches * region.fixed) * hops // n
                 size = max(width, region.least)
                 calls, total, nbytes = moved.get((op, region.name), (0, 0, 0))
                 moved[op, region.name] = Moved(

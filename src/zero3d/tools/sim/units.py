@@ -132,7 +132,7 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
         kept = None if spec.dtype == RUN else spec.dtype.itemsize
         for name, p in spec.params.items():
             cut = cuts.get(name)
-            dim, blocks = (None, 1) if cut is None else (cut.dim, cut.blocks)
+            dim, blocks = (None, 1) if cut is None else (cut.dim, cut.even_blocks)
             group = int(bool(exempt) and spec.trainable and p not in exempt)
             form = matrices.get(name)
             of_run = Weight(name, tuple(p.shape), spec.trainable, group, dim, kept, blocks, p in stacked, form)
