@@ -100,6 +100,16 @@ def test_packed_rows_in_a_pipeline(ranks, name, degrees, options, activations):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("name", "degrees", "stage"), [
+    *((name, {"tp": 2}, 1) for name in NAMES), ("qwen3_5_text", {"tp": 2, "pp": 2}, 1), ("nemotron_h", {"dp": 2, "tp": 2}, 3),
+])  # fmt: skip
+def test_packed_rows_of_mixers_that_are_cut(ranks, name, degrees, stage):
+    wanted = plain(name, degrees.get("dp", 1))
+    for losses in ranks(2 * len(degrees), train, name, degrees, stage, {}, "full"):
+        assert losses == pytest.approx(wanted, rel=NEAR)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in NAMES])
 def test_packed_rows_of_every_other_type(ranks, name):
     wanted = plain(name, 2)

@@ -158,6 +158,7 @@ def test_where_documents_are():
     assert later.places.tolist() == [[0, 1, 0]]
     of_rows = torch.tensor([[[0, 1, 0]], [[7, 7, 7]], [[7, 7, 7]], [[7, 7, 7]]])
     assert Documents.of(of_rows).spans == ((0, 0, 2), (0, 2, 3))
+    assert Documents.of(of_rows[1:]) is None  # of time and place alone
 
 
 # --- an engine ------------------------------------------------------------------------------------------------------

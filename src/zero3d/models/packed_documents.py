@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 Span = tuple[int, int, int]
+M_ROPE_ROWS = 4  # of the text, of time, of height, of width
 
 
 class Documents:
@@ -39,9 +40,10 @@ class Documents:
     def of(cls, positions: Tensor) -> Documents | None:
         """Return those of positions [B, T], or [4, B, T] of M-RoPE models; None where every row is one document.
 
-        One begins with each row, and where positions do not rise by one. Reads the device.
+        One begins with each row, and where positions do not rise by one. Three rows of M-RoPE are of time and place,
+        in which an image's tokens rise otherwise, and tell nothing. Reads the device.
         """
-        positions = positions[0] if positions.dim() == 3 else positions
+        positions = positions[0] if positions.dim() == 3 and len(positions) == M_ROPE_ROWS else positions
         if isinstance(positions, FakeTensor) or positions.dim() != 2:
             return None
         begins = (positions.diff() != 1).tolist()

@@ -37,11 +37,10 @@ from zero3d.errors import ConfigError
 from zero3d.models.document_masks import DocumentMasks
 from zero3d.models.mask_code import code_of, masks_by_position, source_of
 from zero3d.models.mixing import DOCUMENTS, Mixing, check_kernels, is_told, mixers
-from zero3d.models.packed_documents import Documents
+from zero3d.models.packed_documents import M_ROPE_ROWS, Documents
 from zero3d.models.packing_trial import Leak, Untried, copied, documents, judge
 
 MASKED = ("eager", "sdpa", "flex_attention")
-M_ROPE_ROWS = 4  # of the text, of time, of height, of width
 SEEDS = (1, 2)  # of weights in a trial
 FOUR_ROWS = "position_ids.shape[0] == 4"  # in the source of a forward that takes them
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
