@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import vision
 from models import adamw
 
 import zero3d
+from zero3d.engine.traffic_formulas import SessionCounts
 from zero3d.models.document_masks import TOLD_APART, DocumentMasks
 from zero3d.models.document_positions import DocumentPositions
 from zero3d.tools.vision.tiny import micro_batch, tiny_model
+from zero3d.train.traffic import TrainingTraffic, traffic_rows
 
 MESHES = {"sp": {"sp": 2}, "pp": {"pp": 2}, "sp and pp": {"sp": 2, "pp": 2}}
 
@@ -76,3 +79,28 @@ def test_it_trains_as_one_process(ranks, kind, mesh, packed, stage):
     [wanted] = ranks(1, train, kind, packed, degrees, stage)
     for found in ranks(4 if len(degrees) > 1 else 2, train, kind, packed, degrees, stage):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def sent_by_steps(images):
+    """Rows of a session's traffic that are not the formula's, where steps differ in whether they have images."""
+    generator = torch.Generator().manual_seed(1)
+    engine = zero3d.Engine(
+        vision.model("qwen2_5_vl"), mesh=zero3d.Mesh(dp=2), stage=3, precision="fp32", clip_norm=None
+    )
+    counted = TrainingTraffic(engine)
+    for has in images:
+        batch = vision.micro_batch("qwen2_5_vl", generator)
+        engine.train_batch([batch if has else vision.text_alone(batch)])
+        counted.last_step()
+    rows = traffic_rows(counted, SessionCounts(len(images), 0, 1, 0))
+    return [row.op for row in rows if not row.equal], {row.op: row.measured.calls for row in rows}["all_gather"]
+
+
+@pytest.mark.long
+def test_what_is_sent_is_the_formulas_where_some_steps_have_no_image(ranks):
+    calls = set()
+    for images in ([True] * 3, [True, False, True], [False, True, False], [False] * 3):
+        for wrong, gathers in ranks(2, sent_by_steps, images):
+            assert wrong == []
+            calls.add(gathers)
+    assert len(calls) == 4  # a tower is gathered in steps with images alone

@@ -3,6 +3,7 @@
 rows                                        formula
 ------------------------------------------  ----------------------------------------------------------------
 all_gather, reduce_scatter, exchange        step_traffic x steps (exact: all_to_all for reduce_scatter)
+all_gather of a tower's units               as often as they were gathered: that depends on which steps had images
 all_reduce                                  the same: sums over copies of shards, where mesh.shard makes such
 send_forward (pp), send_backward (pp)       pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
@@ -25,6 +26,8 @@ from zero3d.engine.expert_bias import ExpertBias
 from zero3d.engine.features import required
 from zero3d.engine.parts import Parts
 from zero3d.expert_parallel.traffic import Passed, expert_traffic
+from zero3d.models.bases import sees_images
+from zero3d.models.images import tower_parameters
 from zero3d.sequence.group import Calls
 from zero3d.tensor_parallel.traffic import partial_traffic, tensor_traffic
 from zero3d.zero.tokens import count_gathers
@@ -109,11 +112,11 @@ class TrafficFormulas:
     def of_session(self, counts: SessionCounts, sent: Sequence[Sent], routed: Routed) -> list[Sent]:
         """Return what all axes have sent in a session.
 
-        sent    as the ledger has it: how often second shards were gathered anew
+        sent    as the ledger has it: how often second shards were gathered anew, and units of towers at all
         routed  in it
         """
         parts, gathers = self._parts, self.gathers or {}
-        planned = list(planned_traffic(parts, gathers, counts))
+        planned = list(_with_towers(parts, planned_traffic(parts, gathers, counts), sent))
         if parts.axes.node is not None:
             planned = list(_over_node(parts, planned, sent, gathers, counts.steps))
         if counts.steps:
@@ -165,6 +168,27 @@ def planned_traffic(parts: Parts, gathers: Mapping[str, int], counts: SessionCou
         yield Sent("dp", op, unit, moved.times(counts.steps if every else counts.applied))
     trainable = sum(unit.trainable for unit in parts.accounts.traffic_units)
     yield Sent("dp", "broadcast", "-", Moved(1, trainable, 8 * trainable))
+
+
+def _of_towers(parts: Parts) -> frozenset[str]:
+    """Return the names of units that are gathered as often as images make their tower run."""
+    if parts.blanks is None:
+        return frozenset()
+    roots = [root for root in parts.partition.chunks.values() if sees_images(root)]
+    tower = {p for root in roots for p in tower_parameters(root)}
+    return frozenset(unit.name for unit in parts.units if not tower.isdisjoint(unit.weights.params))
+
+
+def _with_towers(parts: Parts, planned: Iterable[Sent], entries: Iterable[Sent]) -> Iterator[Sent]:
+    """Yield planned rows; gathers of a tower's units as often as they were made, each with the bytes of the formula."""
+    names, ranks = _of_towers(parts), parts.blueprint.ranks.shard.size
+    yield from (row for row in planned if row.op != "all_gather" or row.unit not in names)
+    gathered = {row.unit: row.moved.calls for row in entries if row.op == "all_gather" and row.unit in names}
+    for unit in parts.accounts.traffic_units:
+        if calls := gathered.get(unit.name, 0):
+            elements, width = unit.as_gathered
+            sent = calls * (elements * (ranks - 1) // ranks)
+            yield Sent("dp", "all_gather", unit.name, Moved(calls, sent, sent * width))
 
 
 def _over_node(
