@@ -11,6 +11,7 @@ import pytest
 import torch
 import vision
 from families import family
+from hybrids import hybrid
 from meshes import CLIP, sgd, sum_of
 from models import LiftCasts
 from tensors import tiny
@@ -851,7 +852,7 @@ def test_documents_are_told_by_positions_and_padding_is_not(monkeypatch):
     fallback = Fallback(decoder, torch.device("cpu"), False)
     sharing = Sharing(2, "auto", False, 600)
     tell = lambda length, documents: told.append((length, documents))  # noqa: E731
-    entry = Entry(decoder, "sdpa", 1, sharing, fallback, Positions(), tell)
+    entry = Entry(decoder, "sdpa", 1, sharing, fallback, Positions(), tell, lambda length: None)
     given = {"input_ids": batch(0)["input_ids"], "position_ids": PACKED}
     _, passed = entry(decoder, (), given)
     assert passed[ENDS].tolist() == [0, 20, 29, 48, 78, 96]
@@ -1043,31 +1044,20 @@ def test_a_layer_whose_gradients_mix_tokens_is_refused_by_name(layer, name):
         check_sequence(model, 2, 1, "auto")
 
 
-HYBRIDS = {
-    "mamba": ({"state_size": 4}, "linear_attention (layers.0.mixer)"),
-    "rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "attention of its own, "),
-    "falcon_h1": ({}, "hybrid (layers.0.mamba)"),
-    "mamba2": (
-        {"num_heads": 4, "head_dim": 8, "expand": 1, "n_groups": 1, "state_size": 8, "chunk_size": 4},
-        "linear_attention (layers.0.mixer)",
-    ),
-    "bamba": ({}, "linear_attention (layers.0.mamba)"),
-    "jamba": ({}, "linear_attention (layers.0.mamba)"),
-    "lfm2": ({}, "conv (layers.0.conv)"),
-    "minimax": (
-        {"layer_types": ["full_attention", "linear_attention"], "head_dim": 8, "num_local_experts": 2},
-        "linear_attention (layers.1)",
-    ),
-    "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 8}, "(layers.0.temporal_block)"),
-    "xlstm": ({"num_heads": 4, "num_blocks": 2}, "blocks.0.mlstm_layer.multihead_norm gives a part"),
+REFUSED = {
+    "minimax": "linear_attention (layers.0)",
+    "recurrent_gemma": "linear_attention (layers.0.temporal_block)",
+    "rwkv": "attention of its own, ",
+    "xlstm": "blocks.0.mlstm_layer.multihead_norm gives a part",
+    "zaya": "hybrid (layers.0.self_attn.qkv_proj)",
 }
 
 
-@pytest.mark.parametrize("name", [*list(HYBRIDS)[:3], *map(long, list(HYBRIDS)[3:])])
-def test_recurrences_and_hybrids_are_refused_by_name(ranks, name):
-    sizes, why = HYBRIDS[name]
-    for told in ranks(2, partial(refused, loads=partial(family, name, **sizes)), name, {"sp": 2}):
-        assert why in told
+@pytest.mark.parametrize("name", REFUSED)
+def test_recurrences_that_are_not_known_are_refused_by_name(name):
+    with pytest.raises(ConfigError) as refused:
+        check_sequence(hybrid(name), 2, 1, "auto")
+    assert REFUSED[name] in str(refused.value)
 
 
 def closed(monkeypatch):
@@ -1121,7 +1111,7 @@ def net():
 @pytest.mark.parametrize(("name", "degrees", "options", "why"), [
     ("moe", {"sp": 2}, {"loads": odd_router}, "router logits of shape [96, 4]"),
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
-    ("next", {"sp": 2}, {}, "linear_attention (layers.0.linear_attn)"),
+    ("zaya", {"sp": 2}, {"loads": partial(hybrid, "zaya")}, "hybrid (layers.0.self_attn.qkv_proj)"),
     ("llama", {"sp": 2}, {"loads": net}, "is not one of them"),
     ("llama", {"sp": 2}, {"loads": classifier, "given": {"labels": torch.tensor([0, 1])}}, "a loss of its own"),
     ("llama", {"sp": 2}, {"loads": smoothed}, "layers.3.mlp.mlp.gate_proj gives a part"),

@@ -263,7 +263,7 @@ def trained_on(name):
 
     degrees, family, options = AXES[name]
     models = [tiny("llama" if family == "adapted" else family, lora=family == "adapted") for _ in range(degrees["dp"])]
-    stuck, one_at_a_time, tried = [], threading.Lock(), group.mixing_module
+    stuck, one_at_a_time, tried = [], threading.Lock(), group.try_rows
 
     def alone_tried(decoder):  # it registers an attention function for the whole process
         with one_at_a_time:
@@ -281,7 +281,7 @@ def trained_on(name):
         parts = sum(1 for _ in engine.stream_weights(bucket_bytes=8192))
         return losses, parts
 
-    with rendezvous.labelled(), groups.on_streams(), mock.patch.object(group, "mixing_module", alone_tried):
+    with rendezvous.labelled(), groups.on_streams(), mock.patch.object(group, "try_rows", alone_tried):
         found, logs = groups.on_threads(degrees["dp"], case, stuck=stuck)
     return found, logs, stuck
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import vision
 from families import family, llava
+from hybrids import hybrid
 from torch import nn
 
 from zero3d.config import load
@@ -55,11 +56,11 @@ def test_degrees_are_those_that_divide():
     assert fused.what == "model.layers.*.mlp.experts.gate_up_proj (2 in one)"
 
 
-@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["recurrent_gemma", "zaya"])
 def test_a_row_that_says_no_has_the_words_of_the_engine(name):
-    found = answers(family(name))
+    found = answers(hybrid(name))
     with pytest.raises(ConfigError) as refused:
-        check_sequence(family(name), 2, 1, "auto")
+        check_sequence(hybrid(name), 2, 1, "auto")
     assert (found["sp"].supported, found["sp"].refusal) == (False, str(refused.value))
 
 

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from zero3d.errors import ConfigError
 from zero3d.models.convolution import causal_convolution
 from zero3d.models.mask_code import MASKS, code_of, masks_by_position
-from zero3d.models.packed_documents import Documents, Told, carried, during, told
+from zero3d.models.packed_documents import Documents, Part, Told, carried, during, told
 
 DOCUMENTS = "documents"  # entry of a batch that says where they are, beside or in the place of position_ids
 CONVOLUTION = "causal_conv1d_fn"
@@ -89,6 +89,10 @@ class Call:
         self._kwargs = {name: value for name, value in kwargs.items() if name not in OF_OTHERS}
         self.given = dict(zip(names, args, strict=False)) | self._kwargs
 
+    def replaced(self, **values: Any) -> Call:
+        """Return a call that is the same but for these values."""
+        return Call(self._names, (), self.given | values)
+
     def __call__(self, function: Callable[..., Any], **replaced: Any) -> Any:
         """Call a function in the same way, with other values of some parameters."""
         positional = [replaced.pop(name, value) for name, value in zip(self._names, self._args, strict=False)]
@@ -98,7 +102,17 @@ class Call:
 # --- what stands for the functions -------------------------------------------------------------------------------
 
 
-def _convolved(function: Callable[..., Any], call: Call, documents: Documents) -> Any:
+def _inside(name: str, function: Callable[..., Any], call: Call, documents: Documents | Part | None) -> Any:
+    """Call a function of that name, inside of documents where there are several in a row."""
+    if documents is None:
+        return call(function)
+    if name == CONVOLUTION:
+        return _convolved(function, call, documents)
+    assert isinstance(documents, Documents), "a scan has all tokens"
+    return _scanned(name, function, call, documents)
+
+
+def _convolved(function: Callable[..., Any], call: Call, documents: Documents | Part) -> Any:
     """Convolve inside of documents."""
     if is_kernel(function):
         return call(function, **_ends(CONVOLUTION, function, documents))
@@ -118,12 +132,13 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
     return found
 
 
-def _ends(name: str, function: Callable[..., Any], documents: Documents) -> dict[str, Tensor]:
+def _ends(name: str, function: Callable[..., Any], documents: Documents | Part) -> dict[str, Tensor]:
     return {each: getattr(documents, what) for each, what in _ends_of(name, function).items()}
 
 
+@_disable_dynamo
 def _scanned(name: str, function: Callable[..., Any], call: Call, documents: Documents) -> Any:
-    """Scan each document by itself."""
+    """Scan each document by itself. Compiled blocks call it between two graphs: lengths differ from step to step."""
     scan = SCANS[name]
     if not is_kernel(function) or not scan.ends:
         return _by_length(scan, function, call, documents)
@@ -200,9 +215,10 @@ def _replacement(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         now = told()
         if now is None:
             return function(*args, **kwargs)
-        if name in FUSED and (now.documents is not None or now.in_pieces):
+        concerned = now.concerns(name in MASKS, name in FUSED)
+        if concerned and name in FUSED:
             return None
-        if now.documents is None:
+        if not concerned:
             return function(*args, **{key: value for key, value in kwargs.items() if key not in OF_OTHERS})
         return _apart(name, function, Call(names, args, kwargs))
 
@@ -212,15 +228,16 @@ def _replacement(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_disable_dynamo
 def _apart(name: str, function: Callable[..., Any], call: Call) -> Any:
-    """Call a function for a packed micro-batch."""
+    """Call a function for a packed micro-batch, or where ranks share sequences."""
     now = told()
-    if now is None or now.documents is None:
+    if now is None or not now.concerns(name in MASKS, fuses=False):
         return call(function)
     if name in MASKS:
+        assert now.documents is not None
         return _mask(function, call, now.documents)
-    if name == CONVOLUTION:
-        return _convolved(function, call, now.documents)
-    return _scanned(name, function, call, now.documents)
+    if now.shared is None:
+        return _inside(name, function, call, now.documents)
+    return now.shared(name, call, now.documents, partial(_inside, name, function))
 
 
 def _mask(function: Callable[..., Any], call: Call, documents: Documents) -> Any:
@@ -315,6 +332,12 @@ def _unplaced_masks(model: nn.Module) -> set[str]:
     return {file for kind in kinds if masks_by_position(kind) is False for file in _files(kind)}
 
 
+def replace_functions(model: nn.Module) -> None:
+    """Have the functions that mix tokens of this model look up what they are told, for good."""
+    for file in mixing_files(model):
+        _replace(file, FUNCTIONS)
+
+
 class Mixing:
     """Tells functions that mix tokens about the documents of each forward of a model.
 
@@ -329,8 +352,7 @@ class Mixing:
 
     def _install(self, root: nn.Module, positions: bool) -> None:
         found: dict[str, Any] = mixers(root)
-        for file in mixing_files(root):
-            _replace(file, FUNCTIONS)
+        replace_functions(root)
         for file in mixing_files(root) | _unplaced_masks(root):
             _replace(file, MASKS)
         for module in found.values():

@@ -12,7 +12,7 @@ to the forward: `during` says it inside, and recomputation says it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -78,6 +78,10 @@ class Documents:
         begins = self.places == 0
         return (begins.cumsum(-1) - 1).to(torch.int32)
 
+    def within(self, tokens: range) -> Part:
+        """Return what is known of some tokens of each row."""
+        return Part(*(t[:, tokens.start : tokens.stop] for t in (self.places, self.numbers)))
+
     @cached_property
     def ends_on_host(self) -> Tensor:
         """Return where documents end in one row of all, and 0 before: int64 [documents + 1], on the CPU."""
@@ -90,15 +94,34 @@ class Documents:
         return self.ends_on_host.to(self.positions.device)
 
 
+class Part(NamedTuple):
+    """Places and numbers, as of `Documents`, of some tokens of each row."""
+
+    places: Tensor
+    numbers: Tensor
+
+
+Inside = Callable[[Any, Documents | Part | None], Any]  # runs a call as if its tokens were all that there are
+Shared = Callable[[str, Any, Documents | None, Inside], Any]  # runs a call, by a function's name, of some tokens of all
+
+
 class Told(NamedTuple):
     """Says what functions that mix tokens must know of the forward that calls them.
 
     documents  of a packed micro-batch; None where every row is one document
     in_pieces  modules that fused kernels would go past, taking weights out of them, are to be called
+    shared     runs calls where the forward has some of the tokens that the documents are of; None: it has all
     """
 
     documents: Documents | None = None
     in_pieces: bool = False
+    shared: Shared | None = None
+
+    def concerns(self, makes_masks: bool, fuses: bool) -> bool:
+        """Return whether a function must not be called as it is: one that makes masks, that fuses a mixer, or mixes."""
+        if self.documents is not None:
+            return True
+        return (self.shared is not None and not makes_masks) or (self.in_pieces and fuses)
 
 
 class _Traced:

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.sequence.blocks import ENDS, FLEX, Documents, Fallback, causal_rows, rows_of
+from zero3d.sequence.exchange import gather_rows, to_heads, to_rows
 from zero3d.sequence.shares import Attended, Heads, MaskTooLarge, Sharing, even_parts
 
 Function = Callable[..., tuple[Tensor, Any]]
@@ -238,25 +239,6 @@ class StandIn:
         return _own(value, self._heads, 0) if name in PER_HEAD else value
 
 
-def to_heads(rows_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
-    """Exchange this rank's rows of all heads, [B, H, rows, D], for all rows of its heads, [B, heads, S, D]."""
-    return _swapped(rows_of_all, heads, rows, comm, name)
-
-
-def to_rows(heads_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
-    """Exchange all rows of this rank's heads, [B, S, heads, D], for its rows of all heads, [B, rows, H, D]."""
-    return _swapped(heads_of_all, rows, heads, comm, name)
-
-
-def gather_rows(rows_of_one: Tensor, rows: Sequence[range], comm: Comm, name: str) -> Tensor:
-    """Gather the rows of all ranks, [B, K, rows, D] -> [B, K, S, D]; gradients of a rank's are added in rank order."""
-    batch, keys, here, width = rows_of_one.shape
-    sent = torch.cat([rows_of_one.reshape(-1, width)] * comm.size)
-    receives = [batch * keys * len(part) for part in rows]
-    came = torch.split(_exchange(sent, [batch * keys * here] * comm.size, receives, comm, name), receives)
-    return torch.cat([t.view(batch, keys, len(part), width) for t, part in zip(came, rows, strict=True)], 2)
-
-
 def is_blocked(mask: Any) -> bool:
     """Return whether a mask is in blocks."""
     return mask is not None and not isinstance(mask, (Tensor, Documents))
@@ -287,66 +269,6 @@ def _causal_rows(rows: range, length: int, query: Tensor, additive: bool) -> Ten
             ~seen, torch.finfo(query.dtype).min
         )
     return seen[None, None]
-
-
-def _swapped(own: Tensor, cut: Sequence[range], joined: Sequence[range], comm: Comm, name: str) -> Tensor:
-    came: Tensor = _Swap.apply(own, cut, joined, comm, name)  # type: ignore[no-untyped-call]
-    return came
-
-
-class _Swap(torch.autograd.Function):
-    """Cuts dimension 1 into a part for every rank, and joins what comes from each along dimension 2.
-
-    Its gradient cuts dimension 2 and joins along dimension 1. Each way copies what is sent once, and what comes once.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, cut: Sequence[range], joined: Sequence[range], comm: Comm, name: str) -> Tensor:
-        ctx.comm, ctx.name = comm, name
-        ctx.parts = cut, joined
-        return _swap(own, (1, cut), (2, joined), comm, name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cut, joined = ctx.parts
-        return _swap(grads[0], (2, joined), (1, cut), ctx.comm, ctx.name), None, None, None, None
-
-
-def _swap(
-    own: Tensor, cut: tuple[int, Sequence[range]], joined: tuple[int, Sequence[range]], comm: Comm, name: str
-) -> Tensor:
-    """Send every rank its part [B, ., ., D] of one dimension, and return the parts that come, joined along another.
-
-    cut, joined  a dimension, 1 or 2, and its parts by rank; of the joined one this rank has its own alone
-    """
-    (across, parts), (along, theirs) = cut, joined
-    batch, width, mine = own.shape[0], own.shape[-1], len(parts[comm.rank])
-    others = batch * len(theirs[comm.rank])
-    sent = torch.cat([own.narrow(across, part.start, len(part)).reshape(-1, width) for part in parts])
-    receives = [batch * mine * len(part) for part in theirs]
-    came = torch.split(comm.pass_rows(sent, [others * len(part) for part in parts], receives, name), receives)
-    sizes = [(mine, len(part)) if along == 2 else (len(part), mine) for part in theirs]
-    return torch.cat([t.view(batch, *size, width) for t, size in zip(came, sizes, strict=True)], along)
-
-
-def _exchange(sent: Tensor, sends: Sequence[int], receives: Sequence[int], comm: Comm, name: str) -> Tensor:
-    came: Tensor = _Exchange.apply(sent, sends, receives, comm, name)  # type: ignore[no-untyped-call]
-    return came
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows for every rank, by rank, and those that come from each; gradients go the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, sends: Sequence[int], receives: Sequence[int], comm: Comm, name: str) -> Tensor:
-        ctx.comm, ctx.name = comm, name
-        ctx.ways = sends, receives
-        return comm.pass_rows(sent, sends, receives, name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sends, receives = ctx.ways
-        return ctx.comm.pass_rows(grads[0].contiguous(), receives, sends, ctx.name), None, None, None, None
 
 
 def _repeated(per_key: Tensor, times: int) -> Tensor:

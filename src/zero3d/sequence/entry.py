@@ -4,7 +4,7 @@ input_ids or inputs_embeds  [B, S, ..]      its rows; of a pipeline's later stag
 position_ids                [.., S]         its rows of the whole's, which are made as the decoder makes them where
                                             none are given (positions.py)
 attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
-                                            layer, or None where attention itself is causal
+                                            layer, or None where attention itself is causal; recurrences get its rows
 masks of images' tokens [B, S, ..]          its rows, and of the features that blocks add there those of its rows
 where documents end (cu_seq_lens_q, ..)     left out: masks tell them apart by positions, or, where they would be too
                                             large, ends that are found in these and handed on to flash attention
@@ -26,11 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero3d.errors import ConfigError
 from zero3d.models.document_masks import TOLD_APART
+from zero3d.models.packed_documents import Shared, Told, during, told
 from zero3d.models.packing import document_ends
 from zero3d.models.placeholders import LENGTH
 from zero3d.sequence.blocks import ENDS, FLEX, Fallback
 from zero3d.sequence.positions import Positions
-from zero3d.sequence.shares import MaskTooLarge, Sharing, even_parts
+from zero3d.sequence.shares import POINTWISE, MaskTooLarge, Sharing, even_parts
 
 CUT = {"input_ids": 1, "inputs_embeds": 1, **dict.fromkeys(TOLD_APART, 1), "position_ids": -1}
 ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}  # DeepStack's, by mask
@@ -46,6 +47,7 @@ class Entry:
     fallback        what stands in where masks would be too large
     positions       makes those of a sequence that comes without
     tell            is told how long the sequences of a forward are, and whether attention must hear where documents end
+    mix             makes what runs convolutions and recurrences over such sequences, until the decoder ends
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Entry:
         fallback: Fallback,
         positions: Positions,
         tell: Callable[[int, bool], None],
+        mix: Callable[[int], Shared],
     ) -> None:
         self._signature = inspect.signature(decoder.forward)
         kinds = [parameter.kind for parameter in self._signature.parameters.values()]
@@ -65,15 +68,20 @@ class Entry:
         self._rank = rank
         self._sharing, self._fallback = sharing, fallback
         self._positions = positions
-        self._tell = tell
+        self._attends = any("Attention" in type(module).__name__ for module in decoder.modules())
+        self._tell, self._mix = tell, mix
+        self._open: list[Any] = []
+        self._told: int | None = None
         self.open = True  # False: sequences go through whole
-        self.inside = False  # a decoder has its rows
+
+    def hear(self, _: nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
+        """Note how long sequences are, as a pre-hook of a model that may not hand this on to its decoder."""
+        self._told = kwargs.get(LENGTH)
 
     def __call__(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]] | None:
         """Return this rank's arguments. Raises ConfigError."""
         if not self.open:
             return None
-        self.inside = True
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name != "kwargs"} | dict(bound.get("kwargs", {}))
         given = {name: value for name, value in given.items() if name not in OF_DOCUMENTS}
@@ -83,7 +91,7 @@ class Entry:
                 "mesh.sp needs input_ids or inputs_embeds, as a keyword or as the first argument; the model was "
                 "given neither."
             )
-        length = given.pop(LENGTH, whole.shape[1])
+        length = given.pop(LENGTH, self._told or whole.shape[1])
         self._check(length, given)
         made = None
         if given.get("position_ids") is None:
@@ -97,6 +105,7 @@ class Entry:
         for name, dim in CUT.items():
             if given.get(name) is not None and (given[name] is not whole or whole.shape[1] == length):
                 given[name] = given[name].narrow(dim, rows.start, len(rows))
+        given["attention_mask"] = _padding_in(rows, given["attention_mask"], length)
         for mask, features in ADDED.items():
             if given.get(mask) is not None and given.get(features) is not None:
                 given[mask], given[features] = _added_in(rows, given[mask], given[features])
@@ -106,16 +115,27 @@ class Entry:
                     f"the model is given {name}, one dimension of which is the length of the sequence, {length:,}, "
                     "and mesh.sp does not know how to split it. Leave it out, or type mesh.sp=1."
                 )
+        if "position_ids" not in self._signature.parameters:
+            given.pop("position_ids")  # which nothing in it looks at
         options: dict[str, Any] = {LENGTH: length} if self._passes_on else {}
         if ends is not None:
             options[ENDS] = ends
         if "use_cache" in self._signature.parameters or self._passes_on:
             options["use_cache"] = False
+        around = during((told() or Told())._replace(shared=self._mix(length)))
+        around.__enter__()
+        self._open.append(around)
         return (), given | options
+
+    @property
+    def inside(self) -> bool:
+        """Return whether a decoder has its rows."""
+        return bool(self._open)
 
     def leave(self, *_: Any) -> None:
         """Note that the decoder's forward has ended, as its forward hook."""
-        self.inside = False
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
 
     def _check(self, length: int, given: Mapping[str, Any]) -> None:
         ranks = self._sharing.ranks
@@ -137,20 +157,31 @@ class Entry:
         from transformers.masking_utils import create_masks_for_generate
 
         mask = given.get("attention_mask")
+        if not self._attends:
+            return mask, None
         if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.dim() == 4):
             return mask, None
         config: Any = copy.copy(decoder.config)
         config._attn_implementation_internal = self._implementation
+        if (kinds := getattr(config, "layer_types", None)) and not set(POINTWISE).isdisjoint(kinds):
+            config.layer_types = [kind for kind in kinds if kind not in POINTWISE]  # or no mask is made at all
         config.is_causal = any(getattr(module, "is_causal", False) for module in decoder.modules())
         dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
         positions = _of_text(given["position_ids"])
         like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
-        make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
+        own = getattr(decoder, "create_masks_for_generate", None)
+        make = create_masks_for_generate if own is None else own
         no_cache = None  # by its place: transformers 5.23 calls it past_key_values, and 5.24 otherwise
         make = partial(make, config, like, mask, no_cache, position_ids=positions)
         try:
             with Within(self._sharing, length):
-                return make(), None
+                made = make()
+            if own is None and kinds and not isinstance(made, Mapping):
+                raise ConfigError(
+                    f"transformers makes no masks for layers of the kinds {', '.join(sorted(set(kinds)))}, and mesh.sp "
+                    "needs those of whole sequences: type mesh.sp=1."
+                )
+            return made, None
         except MaskTooLarge as refused:
             name = self._fallback.choose(refused, self._passes_on and mask is None)
             config._attn_implementation_internal = name
@@ -158,6 +189,14 @@ class Entry:
                 return make(), None
             whole = torch.arange(length, device=like.device)[None] if positions is None else positions
             return make(), document_ends(whole.expand(batch, -1))
+
+
+def _padding_in(rows: range, masks: Any, length: int) -> Any:
+    """Return masks with the rows of those of padding [B, S], which recurrences multiply their inputs by."""
+    if isinstance(masks, Mapping):
+        return {name: _padding_in(rows, mask, length) for name, mask in masks.items()}
+    is_of_padding = isinstance(masks, Tensor) and masks.dim() == 2 and masks.shape[1] == length
+    return masks[:, rows.start : rows.stop] if is_of_padding else masks
 
 
 def _added_in(rows: range, mask: Tensor, features: Any) -> tuple[Tensor, Any]:

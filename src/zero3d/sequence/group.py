@@ -25,9 +25,10 @@ from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.blocks import Fallback
 from zero3d.sequence.entry import Entry, Within
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting, GroupScores, gives_scores
+from zero3d.sequence.mixers import SharedMixers, check_heads
 from zero3d.sequence.positions import Positions
-from zero3d.sequence.shares import Attended, MaskTooLarge, Sharing, even_parts, loss_values
-from zero3d.sequence.trial import find_positions, mixing_layers, mixing_module
+from zero3d.sequence.shares import Attended, Halo, MaskTooLarge, Scanned, Sharing, even_parts, loss_values
+from zero3d.sequence.trial import find_positions, mixing_layers, try_rows
 from zero3d.tensor_parallel.vocabulary import calls_loss, shifted
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -35,22 +36,22 @@ _numbers = count()  # of groups in this process: each registers its attention un
 
 
 class Calls(NamedTuple):
-    """Counts calls that are alike: of attention by module and direction, of the loss and what it gathers."""
+    """Counts calls that are alike: of what mixes tokens by module and direction, of the loss and what it gathers."""
 
-    attention: Counter[tuple[str, Attended, bool]]
+    mixing: Counter[tuple[str, Attended | Halo | Scanned, bool]]
     loss: Counter[tuple[int, int, int]]
 
     def less(self, before: Calls) -> Calls:
         """Return the calls since then."""
-        return Calls(self.attention - before.attention, self.loss - before.loss)
+        return Calls(self.mixing - before.mixing, self.loss - before.loss)
 
     def plus(self, more: Calls) -> Calls:
         """Return the sum."""
-        return Calls(self.attention + more.attention, self.loss + more.loss)
+        return Calls(self.mixing + more.mixing, self.loss + more.loss)
 
     def traffic(self, rank: int, ranks: int) -> Iterator[Sent]:
         """Yield what a rank has sent in them, by formula."""
-        for (name, call, backward), times in self.attention.items():
+        for (name, call, backward), times in self.mixing.items():
             yield Sent("sp", "pass_rows", name, call.sent(rank, ranks, backward).times(times))
         for (batch, length, itemsize), times in self.loss.items():
             values = loss_values(batch, length, ranks)
@@ -89,9 +90,12 @@ class SequenceGroup:
         functions.register(self._name, self._attention)
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)
-        tell, fallback = self._attention.tell, self._fallback
-        self._entries = [Entry(each, self._own, comm.rank, sharing, fallback, positions, tell) for each in decoders]
-        for decoder, entry in zip(decoders, self._entries, strict=True):
+        self._mixers = SharedMixers(comm, models)
+        told = self._fallback, positions, self._attention.tell, self._mixers.of
+        self._entries = [Entry(each, self._own, comm.rank, sharing, *told) for each in decoders]
+        for chunk, decoder, entry in zip(chunks, decoders, self._entries, strict=True):
+            if chunk is not decoder:
+                chunk.register_forward_pre_hook(entry.hear, with_kwargs=True)
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
             decoder.register_forward_hook(entry.leave, always_call=True)
         self._routing = GroupRouting(comm)
@@ -176,14 +180,17 @@ class SequenceGroup:
     @property
     def calls(self) -> Calls:
         """Return how often attention and loss were called since the beginning."""
-        attended = {(name, *key): n for name, calls in self._attention.calls.items() for key, n in calls.items()}
+        counted: Iterable[Any] = (*self._attention.calls.items(), *self._mixers.calls.items())
+        mixed: Counter[Any] = Counter()
+        for name, calls in counted:
+            mixed.update({(name, *key): times for key, times in calls.items()})
         exchanging: list[Any] = [*self._losses, *self._scores]
-        return Calls(Counter(attended), sum((each.calls for each in exchanging), self._routing.calls))
+        return Calls(mixed, sum((each.calls for each in exchanging), self._routing.calls))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Leave calls inside out of the counts."""
-        counted: list[Any] = [*self._losses, *self._scores, self._routing, self._attention]
+        counted: list[Any] = [*self._losses, *self._scores, self._routing, self._attention, self._mixers]
         before = [copy.deepcopy(each.calls) for each in counted]
         try:
             yield
@@ -207,6 +214,7 @@ class SequenceGroup:
     def close(self) -> None:
         """Give the model its own attention back; hooks and losses are undone with the engine's other changes."""
         self._set(self._own)
+        self._mixers.close()
         self._forget()
 
 
@@ -234,8 +242,9 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> Position
         )
     if (layers := mixing_layers(decoder)) is not None:
         raise ConfigError(
-            f"mesh.sp={sp} needs a model in which attention alone mixes tokens, and {kind} has {layers}: type "
-            "mesh.sp=1. activations=full and mesh.tp save memory with long sequences, too."
+            f"mesh.sp={sp} needs a model in which tokens are mixed by attention, and by convolutions and recurrences "
+            f"that it knows, and {kind} has {layers}: type mesh.sp=1. activations=full and mesh.tp save memory with "
+            "long sequences, too."
         )
     if getattr(text, "hidden_size_per_layer_input", None):
         raise ConfigError(
@@ -248,11 +257,15 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> Position
             f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "
             f"share: type mesh.sp={max(1, heads // tp)} or less, or mesh.sp_kind=gather."
         )
-    if (mixing := mixing_module(decoder)) is not None:
+    tried = try_rows(decoder)
+    if tried.mixing is not None:
         raise ConfigError(
-            f"mesh.sp={sp} needs a model in which attention alone mixes tokens, and {kind} mixes them elsewhere, too: "
-            f"{mixing} gives a part of a sequence other values than the whole. Type mesh.sp=1."
+            f"mesh.sp={sp} needs a model in which tokens are mixed by attention, and by convolutions and recurrences "
+            f"that it knows, and {kind} mixes them elsewhere, too: {tried.mixing} gives a part of a sequence other "
+            "values than the whole. Type mesh.sp=1."
         )
+    if tried.heads is not None:
+        check_heads(f"the recurrences of {kind}", tried.heads, sp)
     if (positions := find_positions(decoder)) is None:
         raise ConfigError(
             f"mesh.sp={sp} gives each rank the positions of its rows, and where {kind} is given none, it counts "
@@ -304,6 +317,8 @@ def _function(decoder: Any, implementation: str) -> Any:
     if implementation in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[implementation]
     own = vars(sys.modules[type(decoder).__module__]).get("eager_attention_forward")
+    if own is None and not any("Attention" in type(module).__name__ for module in decoder.modules()):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"]  # which nothing calls
     if own is None:
         raise ConfigError(f"{type(decoder).__name__} has no eager attention of its own to call: type model.attn=sdpa.")
     return own

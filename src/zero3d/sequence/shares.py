@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from zero3d.account.traffic import Moved
 from zero3d.errors import ConfigError
 from zero3d.spec.sizes import decimal
+
+POINTWISE = ("mlp", "moe")  # kinds of layers that mix no tokens
 
 
 def even_parts(count: int, ranks: int) -> list[range]:
@@ -145,6 +148,94 @@ class Attended(NamedTuple):
         others = sum(len(part) for other, part in enumerate(there) if other != rank)
         elements = self.batch * width * len(here[rank]) * others
         return Moved(1, elements, elements * self.itemsize)
+
+
+def needed(parts: Sequence[range], groups: int) -> list[range]:
+    """Return which groups the heads of each rank need; each group is that of as many heads, in their order.
+
+    >>> needed([range(0, 2), range(2, 5), range(5, 8)], 2)
+    [range(0, 1), range(0, 2), range(1, 2)]
+    """
+    times = parts[-1].stop // groups
+    return [range(part.start // times, -(-part.stop // times)) for part in parts]
+
+
+class Halo(NamedTuple):
+    """Describes calls of a convolution that are alike.
+
+    length   of the whole sequences, of which there are `batch`
+    reach    tokens before its own that a token's output depends on
+    trained  whether what is convolved has gradients
+    """
+
+    batch: int
+    length: int
+    channels: int
+    reach: int
+    itemsize: int
+    trained: bool
+
+    def before(self, rows: Sequence[range], rank: int) -> range:
+        """Return the tokens that a rank needs beside its rows."""
+        return range(max(0, rows[rank].start - self.reach), rows[rank].start)
+
+    def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
+        """Return what a rank sends in a forward, or in a backward."""
+        if backward and not self.trained:
+            return Moved()
+        rows = even_parts(self.length, ranks)
+        own, tokens = rows[rank], len(self.before(rows, rank))
+        if not backward:
+            wanted = (self.before(rows, other) for other in range(ranks))
+            tokens = sum(max(0, min(own.stop, part.stop) - max(own.start, part.start)) for part in wanted)
+        elements = self.batch * self.channels * tokens
+        return Moved(1, elements, elements * self.itemsize)
+
+
+class Cut(NamedTuple):
+    """Describes a tensor [batch, rows, heads, width] of a scan, several of whose heads may share one of these."""
+
+    heads: int
+    width: int
+    itemsize: int
+    trained: bool
+
+
+class Scanned(NamedTuple):
+    """Describes calls of a scan that are alike.
+
+    length   of the whole sequences, of which there are `batch`
+    heads    of the scan, which are shared out; channels, where it has none
+    given    what ranks send each other the rows of, those of one dtype together
+    made     what comes back
+    """
+
+    batch: int
+    length: int
+    heads: int
+    given: tuple[Cut, ...]
+    made: Cut
+
+    def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
+        """Return what a rank sends in a forward, or in a backward: gradients go the way back of what they are of."""
+        if backward and not self.made.trained:
+            return Moved()
+        rows, parts = even_parts(self.length, ranks), even_parts(self.heads, ranks)
+        own, others = len(rows[rank]), self.length - len(rows[rank])
+        moved = []
+        for itemsize in dict.fromkeys(cut.itemsize for cut in self.given):
+            alike = [cut for cut in self.given if cut.itemsize == itemsize]
+            if backward and not any(cut.trained for cut in alike):
+                continue
+            elements = 0
+            for cut in alike:
+                heads = [len(part) for part in needed(parts, cut.heads)]
+                elements += cut.width * (others * heads[rank] if backward else own * (sum(heads) - heads[rank]))
+            moved.append((self.batch * elements, itemsize))
+        heads_of_others = self.heads - len(parts[rank])
+        back = own * heads_of_others if backward else others * len(parts[rank])
+        moved.append((self.batch * self.made.width * back, self.made.itemsize))
+        return Moved.total(Moved(1, elements, elements * itemsize) for elements, itemsize in moved)
 
 
 def loss_values(batch: int, length: int, ranks: int) -> int:

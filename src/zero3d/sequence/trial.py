@@ -1,10 +1,11 @@
-"""A trial of a decoder's rows: whether attention alone mixes the tokens of a sequence, told without communication.
+"""A trial of a decoder's rows, without communication: whether what mixes the tokens of a sequence is what sp can cut.
 
     whole    33 random hidden states through two blocks of each kind; what attention is given and gives is noted
     parts    the first and the last rows of them, each by itself; attention gives the rows that were noted
 
-What a module computes of a part must be the rows of what it computed of the whole. A convolution over time, a
-recurrence or a mean over tokens differs behind the cut, whatever it is called. Then the same of a backward: it begins
+So do the functions of convolutions and recurrences that sp knows (mixers.py). What a module computes of a part must be
+the rows of what it computed of the whole. Any other convolution over time, a recurrence or a mean over tokens differs
+behind the cut, whatever it is called. Then the same of a backward: it begins
 with random gradients of what the decoder returns and of what attention is given, ends at what attention gives, and the
 gradient of what a module is given (dX) of a part must be the rows of that of the whole. Weights are random and take no
 memory: each is one column, expanded. What an embedding looks up is made of the index, and differs along the row.
@@ -32,9 +33,13 @@ from torch.overrides import TorchFunctionMode
 
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
+from zero3d.models.mixing import BY_MODULE, CONVOLUTION, SCANS, Call, mixers, replace_functions
+from zero3d.models.packed_documents import Inside, Told, during
 from zero3d.models.packing import ATTENTION
 from zero3d.models.placeholders import PassedBlock, Placeholder
+from zero3d.sequence.mixers import ROLES
 from zero3d.sequence.positions import RULES, Positions
+from zero3d.sequence.shares import POINTWISE
 
 _Call = tuple[str, int]
 PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
@@ -44,25 +49,30 @@ WAVE = 0.37
 NAME = "sequence_trial"
 _ONE_TRIAL = Lock()  # has that name: ranks may be threads of one process
 OF_A_KIND = 2
+PAIRS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # functions that also return a state
 NEAR = 1e-3  # of the largest number: rounding depends on how many rows a product has, mixing moves all of it
 ALIKE = 1e-5  # of the largest number: the same positions give the same numbers
 LEAST = 1e-2  # of the largest gradient of all: those in front of a norm of queries are nothing but rounding
 
 
 def mixing_layers(decoder: nn.Module) -> str | None:
-    """Return what layers mix tokens, by what they are, outside of registered attention, and the name of the first one.
+    """Return what layers mix tokens, by what they are, in a way that sp does not know, and the name of the first one.
 
     None where none is told.
     """
     text = decoder.config.get_text_config()  # type: ignore[union-attr, operator]
+    known = [name for name, module in mixers(decoder).items() if type(module).__name__ not in BY_MODULE]
     types = getattr(text, "layer_types", None) or ()
-    odd = sorted(set(types) - set(ATTENTION))
+    odd = sorted(set(types) - set(ATTENTION) - (set(POINTWISE) if known else set()))
     convolutions = (name for name, module in decoder.named_modules() if isinstance(module, nn.Conv1d))
-    blocks = (name for name, kind in zip(find_blocks(decoder), types, strict=False) if kind in odd)
-    if (convolution := next(convolutions, None)) is not None:
+    inside = tuple(f"{each}." for each in known)
+    if (convolution := next((name for name in convolutions if not name.startswith(inside)), None)) is not None:
         return f"{', '.join(odd) or 'convolutions'} ({convolution.rpartition('.')[0] or convolution})"
-    if odd:
-        return f"{', '.join(odd)} ({next(blocks, 'no block')})"
+    for name, kind in zip(find_blocks(decoder), types, strict=False):
+        if kind in odd and not any(each.startswith(f"{name}.") for each in known):
+            return f"{', '.join(odd)} ({name})"
+    if odd and not known:
+        return f"{', '.join(odd)} (no block)"
     own = next((name for name, module in decoder.named_modules() if _attends_by_itself(type(module))), None)
     return None if own is None else f"attention of its own, which transformers does not register ({own})"
 
@@ -75,13 +85,29 @@ def _attends_by_itself(kind: type) -> bool:
 
 
 def mixing_module(decoder: Any) -> str | None:
-    """Return the name of a module that mixes tokens outside of attention, or whose backward does; None if none does.
+    """Return the name of a module that mixes tokens in a way that sp does not know; None if none does."""
+    return try_rows(decoder).mixing
 
-    Inside a dry run, whose tensors have no values to compare, it is None of any: try the decoder before. Raises
+
+class Tried(NamedTuple):
+    """Says what a trial of a decoder has found.
+
+    mixing  the name of a module that mixes tokens in a way that sp does not know, or whose backward does
+    heads   of the scan that has fewest, if there is one
+    """
+
+    mixing: str | None
+    heads: int | None = None
+
+
+def try_rows(decoder: Any) -> Tried:
+    """Try which modules of a decoder mix tokens in a way that sp does not know.
+
+    Inside a dry run, whose tensors have no values to compare, none is found: try the decoder before. Raises
     ConfigError where the decoder cannot be tried.
     """
     if isinstance(torch.empty(0), FakeTensor):
-        return None
+        return Tried(None)
     config, generator = decoder.config, torch.Generator().manual_seed(0)
     kind, width = type(decoder).__name__, getattr(config.get_text_config(), "hidden_size", None)
     if width is None:
@@ -91,7 +117,12 @@ def mixing_module(decoder: Any) -> str | None:
         )
     device = _device_of(decoder)
     hidden, seen = torch.randn(1, LENGTH, width, generator=generator).to(device), _Seen()
-    with torch.enable_grad(), _prepared(decoder, seen.attend, generator) as state, _watched(decoder, seen):
+    replace_functions(decoder)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        state = stack.enter_context(_prepared(decoder, seen.attend, generator))
+        stack.enter_context(_watched(decoder, seen))
+        stack.enter_context(during(Told(shared=seen.mix)))
         try:
             for rows in (range(LENGTH), range(CUT), range(CUT, LENGTH)):
                 given = seen.begin(rows, kind, hidden)
@@ -105,7 +136,7 @@ def mixing_module(decoder: Any) -> str | None:
                 f"mesh.sp tests whether attention alone mixes the tokens of a sequence, but {kind} fails on {LENGTH} "
                 f"random hidden states: {type(error).__name__}: {error}. Type mesh.sp=1."
             ) from error
-    return seen.mixing
+    return Tried(seen.mixing, min(seen.heads, default=None))
 
 
 def find_positions(decoder: Any) -> Positions | None:
@@ -256,6 +287,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.mixing: str | None = None
+        self.heads: list[int] = []
         self._rows = range(0)
         self._whole: dict[_Call, Tensor] = {}
         self._calls: Counter[str] = Counter()
@@ -297,15 +329,18 @@ class _Seen:
         alias = self._forwards[-1].taken[self._call(name, " takes")] = given * 1
         return alias
 
-    def note(self, name: str, made: Any, dim: int = 1) -> None:
-        """Note or compare a tensor [1, ..] whose dimension `dim` are rows; leave any other."""
+    def note(self, name: str, made: Any, dim: int = 1, ends: bool = False) -> None:
+        """Note or compare a tensor [1, ..] whose dimension `dim` are rows; leave any other.
+
+        ends  a backward begins with it
+        """
         rows = self._rows
         if isinstance(made, tuple):
             made = made[0] if made else None
         if not isinstance(made, Tensor) or made.dim() < 3 or len(made) != 1 or made.shape[dim] != len(rows):
             return  # such as tokens by expert
         call = self._call(name)
-        if dim == 2:
+        if ends:
             self._forwards[-1].ends[call] = made, dim
         made = made.detach()
         if len(rows) == LENGTH:
@@ -329,7 +364,7 @@ class _Seen:
         """Attend over the whole, causally; of a part return the rows of that. No gradient passes."""
         name = f"the attention of {type(module).__name__}"
         for what, given in (("queries", query), ("keys", key), ("values", value)):
-            self.note(f"what makes {what} for {name}", given, 2)
+            self.note(f"what makes {what} for {name}", given, 2, ends=True)
         call = self._call("attended")
         if len(self._rows) == LENGTH:
             groups = query.shape[1] // key.shape[1]
@@ -337,6 +372,25 @@ class _Seen:
             made = F.scaled_dot_product_attention(query.detach(), key, value, is_causal=True)
             self._whole[call] = made.transpose(1, 2).contiguous()
         return self._of_rows(self._whole[call], 1).clone().requires_grad_() * 1, None
+
+    def mix(self, function: str, given: Call, _: Any, inside: Inside) -> Any:
+        """Convolve or scan the whole; of a part return the rows of that. No gradient passes."""
+        times: Mapping[str, int] = {"hidden_states": -1} if function == CONVOLUTION else SCANS[function].time
+        dim = -1 if function == CONVOLUTION else SCANS[function].out
+        if function != CONVOLUTION:
+            first = ROLES[function].cut[0]
+            self.heads.append(given.given[first].shape[1 if times[first] == -1 else 2])
+        for name, time in times.items():
+            t = given.given.get(name)
+            self.note(f"what makes {name} for {function}", t, 2 if time == -1 else 1, ends=True)
+        call = self._call(function)
+        if len(self._rows) == LENGTH:
+            with torch.no_grad():
+                made = inside(given, None)
+            self._whole[call] = made[0] if isinstance(made, tuple) else made
+        whole = self._whole[call]
+        part = self._of_rows(whole, dim % whole.dim()).clone().requires_grad_() * 1
+        return (part, None) if function in PAIRS else part
 
 
 def _near(made: Tensor, wanted: Tensor, least: float) -> bool:

@@ -32,7 +32,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.adapters import find_targets
-from zero3d.models.bases import has_tower, layer_numbers, sees_images
+from zero3d.models.bases import decoder_of, has_tower, layer_numbers, sees_images
 from zero3d.models.blocks import find_blocks
 from zero3d.models.codecs import CODECS
 from zero3d.models.image_trial import check_blank_image
@@ -44,6 +44,7 @@ from zero3d.models.quantised_experts import pack_stacks
 from zero3d.models.quantised_folders import SETTINGS, check_method, stored_format
 from zero3d.pipeline.split import chain_of
 from zero3d.sequence.group import check_sequence
+from zero3d.sequence.trial import try_rows
 from zero3d.spec.formats import FORMATS, NF4
 from zero3d.tensor_parallel.parallelize import parallelize, read_styles
 
@@ -144,7 +145,9 @@ def _ep(model: nn.Module) -> Row:
 
 def _sp(model: nn.Module) -> Row:
     check_sequence(model, 2, 1, "auto")
-    return Row("sp", True, f"any; by heads up to {_heads(model)}")
+    heads, attention = try_rows(decoder_of(model)).heads, _heads(model)
+    most = "any" if heads is None else f"up to {heads}, as recurrences have so many heads"
+    return Row("sp", True, f"{most}; by heads up to {attention}" if attention else most)
 
 
 def _images(model: nn.Module) -> Row:
