@@ -71,7 +71,7 @@ def train(name, degrees, stage, options, activations="none"):
         optimizer=adamw,
         **options,
     )
-    return [float(engine.train_batch(micro_batches(step, mesh.place.dp)[0])) for step in range(STEPS)]
+    return [float(engine.train_batch(micro_batches(step, mesh.place.dp // mesh.sp)[0])) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("name", some(NAMES, ("qwen3_5_text",)))
@@ -106,6 +106,14 @@ def test_packed_rows_in_a_pipeline(ranks, name, degrees, options, activations):
 def test_packed_rows_of_mixers_that_are_cut(ranks, name, degrees, stage):
     wanted = plain(name, degrees.get("dp", 1))
     for losses in ranks(2 * len(degrees), train, name, degrees, stage, {}, "full"):
+        assert losses == pytest.approx(wanted, rel=NEAR)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("degrees", "stage"), [({"sp": 2, "tp": 2, "pp": 2}, 1), ({"sp": 2, "tp": 2}, 3)])
+def test_packed_rows_on_every_axis(ranks, degrees, stage):
+    wanted = plain("qwen3_5_text", 1)
+    for losses in ranks(2 ** len(degrees), train, "qwen3_5_text", degrees, stage, {}, "full"):
         assert losses == pytest.approx(wanted, rel=NEAR)
 
 
