@@ -384,3 +384,18 @@ def test_what_a_setting_saves_is_what_it_saves_in_the_dry_run(alone, models):
             assert each.saved == pytest.approx(real, rel=0.1), each.settings
             compared.add(each.settings[0])
     assert compared >= {"activations=full", "zero.stage=2"}
+
+
+@pytest.mark.parametrize(("name", "activations"), [
+    ("qwen3_5_text", "full"), pytest.param("bamba", "none", marks=pytest.mark.long), pytest.param("mamba2", "none", marks=pytest.mark.long),
+    pytest.param("lfm2", "none", marks=pytest.mark.long), pytest.param("kimi_linear", "full", marks=pytest.mark.long),
+])  # fmt: skip
+def test_hybrids_that_share_sequences_send_what_is_planned(alone, tmp_path, name, activations):
+    from hybrids import HYBRIDS, SIZES
+
+    path, plan = tmp_path / "config.json", P(dp=2, sp=2, stage=2, accumulate=2, activations=activations)
+    path.write_text(json.dumps({"model_type": name} | SIZES | {"max_position_embeddings": LENGTH} | HYBRIDS[name]))
+    spec = open_spec(str(path), LENGTH)
+    ledger = simulated(alone, str(path), plan, 0, whole=True).traffic
+    sent = sum(each.nbytes for each in ledger if (each.op, each.axis) == ("pass_rows", "sp"))
+    assert sent == rank_traffic(spec, plan, 0)["pass_rows sp"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -160,7 +161,8 @@ def needed(parts: Sequence[range], groups: int) -> list[range]:
     return [range(part.start // times, -(-part.stop // times)) for part in parts]
 
 
-class Halo(NamedTuple):
+@dataclass(frozen=True)
+class Halo:
     """Describes calls of a convolution that are alike.
 
     length   of the whole sequences, of which there are `batch`
@@ -179,6 +181,10 @@ class Halo(NamedTuple):
         """Return the tokens that a rank needs beside its rows."""
         return range(max(0, rows[rank].start - self.reach), rows[rank].start)
 
+    def at(self, batch: int, itemsize: int) -> Halo:
+        """Return the same of so many sequences, in a run whose numbers have so many bytes where these have 2."""
+        return replace(self, batch=batch, itemsize=itemsize if self.itemsize == 2 else self.itemsize)
+
     def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
         """Return what a rank sends in a forward, or in a backward."""
         if backward and not self.trained:
@@ -192,7 +198,8 @@ class Halo(NamedTuple):
         return Moved(1, elements, elements * self.itemsize)
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True)
+class Cut:
     """Describes a tensor [batch, rows, heads, width] of a scan, several of whose heads may share one of these."""
 
     heads: int
@@ -201,7 +208,8 @@ class Cut(NamedTuple):
     trained: bool
 
 
-class Scanned(NamedTuple):
+@dataclass(frozen=True)
+class Scanned:
     """Describes calls of a scan that are alike.
 
     length   of the whole sequences, of which there are `batch`
@@ -215,6 +223,22 @@ class Scanned(NamedTuple):
     heads: int
     given: tuple[Cut, ...]
     made: Cut
+
+    def at(self, batch: int, itemsize: int) -> Scanned:
+        """Return the same of so many sequences, in a run whose numbers have so many bytes where these have 2."""
+        given = (cut if cut.itemsize != 2 else replace(cut, itemsize=itemsize) for cut in self.given)
+        made = self.made if self.made.itemsize != 2 else replace(self.made, itemsize=itemsize)
+        return replace(self, batch=batch, given=tuple(given), made=made)
+
+    def exchanged(self, ranks: int) -> list[int]:
+        """Return the bytes that the first rank has for all ranks, itself among them, in each exchange of a forward."""
+        rows, parts = even_parts(self.length, ranks), even_parts(self.heads, ranks)
+        by_itemsize: dict[int, int] = {}
+        for cut in self.given:
+            heads = sum(map(len, needed(parts, cut.heads)))
+            more = self.batch * len(rows[0]) * heads * cut.width * cut.itemsize
+            by_itemsize[cut.itemsize] = by_itemsize.get(cut.itemsize, 0) + more
+        return [*by_itemsize.values(), self.batch * self.length * len(parts[0]) * self.made.width * self.made.itemsize]
 
     def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
         """Return what a rank sends in a forward, or in a backward: gradients go the way back of what they are of."""

@@ -161,14 +161,19 @@ class Run(NamedTuple):
             return kept
         gathered = 4.0 * self.model.hidden if self.sequence_parallel else 0.0  # inputs of attention and MLP
         whole = max(0.0, operations.kept_whole - gathered)
-        return self.width * (self._divided(part, operations.kept_cut, whole) + self.tokens * gathered) + self.attended
+        return self.width * (self._divided(part, operations.kept_cut, whole) + self.tokens * gathered) + self._attended(
+            part
+        )
+
+    def _attended(self, part: Part) -> float:
+        return self.attended if part.attends else 0.0
 
     def _kept(self, part: Part) -> float:
         whole = self._interior(part)
         if part.kind != "block" or self.policy.kind == "none":
             return whole
         if self.policy.kind == "selective":
-            attention = self.width * self._divided(part, self.operations(part).attention, 0.0) + self.attended
+            attention = self.width * self._divided(part, self.operations(part).attention, 0.0) + self._attended(part)
             return whole - attention - (1 - self.share) * self._input(part)
         return self.share * self._input(part) / (self.policy.every or 1)
 

@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from zero3d.sequence.shares import Halo, Scanned
 from zero3d.tools.plan.constants import VALUES, Values, constant, of_system
 from zero3d.tools.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPlan, Part
 
@@ -145,6 +146,9 @@ class Shape(NamedTuple):
     head: int
     stack: Stack | None = None
     dispatched: Operations | None = None
+    attends: bool = True
+    convolutions: tuple[Halo, ...] = ()
+    scans: tuple[Scanned, ...] = ()
 
 
 class Divided(NamedTuple):
@@ -216,7 +220,7 @@ def _shape(part: Part, head: int, met: float) -> Shape:
                 key = (shape[0], shape[1]), weight.cut, weight.trainable, packed
                 counts[key] = counts.get(key, 0) + 1
     matrices = tuple(Matrix(*key, many) for key, many in counts.items())
-    return Shape(part.kind, matrices, part.operations, head, _stack(part, met), part.dispatched)
+    return Shape(part.kind, matrices, part.operations, head, _stack(part, met), part.dispatched, *part.mixes)
 
 
 def _stack(part: Part, met: float) -> Stack | None:

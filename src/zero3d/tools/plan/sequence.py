@@ -11,15 +11,17 @@
 H heads of queries and K of keys, in elements of a head. Keys are repeated for each head of queries (2 H) where ranks
 would share one of theirs. Under a mask Hugging Face repeats them at any sp; it has a row of S bytes for each token that
 attends, in the run's width: in `heads` all S of them on every rank.
+
+Convolutions and scans of hybrids send what `Halo.sent` and `Scanned.sent` say, and keep nothing more than at sp 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from zero3d.account.traffic import Moved
-from zero3d.sequence.shares import Attended, Heads, Sharing, loss_values
+from zero3d.sequence.shares import Attended, Heads, Scanned, Sharing, loss_values
 from zero3d.spec.dtypes import FP32
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.sizes import parse_size
@@ -42,8 +44,11 @@ def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int, by_heads: bool = Tru
     if dp % sp:
         return f"sp does not divide dp {dp}"
     if model.mixing is not None:
-        return f"sp cuts sequences where attention alone mixes their tokens, and {model.name} has {model.mixing}"
-    if by_heads and model.heads < tp * sp:
+        return f"sp cuts sequences that attention and known recurrences mix, and {model.name} has {model.mixing}"
+    scanned = min((scan.heads for part in model.parts for scan in part.scans), default=sp)
+    if scanned < sp:
+        return f"sp is more than the {scanned} heads of recurrences, which they share"
+    if by_heads and 0 < model.heads < tp * sp:
         return f"sp x tp = {sp * tp} is more than the {model.heads} attention heads, which they share"
     return f"a sequence of {model.length} tokens has no {sp} parts" if model.length < sp else None
 
@@ -53,13 +58,15 @@ def masks_fit(model: ModelSpec, tp: int, sp: int) -> bool:
 
     Rows of queries need a byte for each token that they may see; heads of whole sequences where these are packed.
     """
+    if not any(block.attends for block in model.blocks):
+        return True
     by_heads = Sharing(sp, "auto", False, MASKED).by_heads(model.heads // tp, max(1, model.kv_heads // tp))
     rows = -(-model.length // sp) if not by_heads else model.length if "packed" in model.provenance else 0
     return rows * model.length <= MASKED
 
 
 def attention(model: ModelSpec, plan: ParallelPlan) -> Attended:
-    """Return the calls of a block's attention, alike in all blocks."""
+    """Return the calls of a block's attention, alike in all blocks that have one."""
     query, key = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
     sharing = Sharing(plan.sp, plan.mesh.sp_kind, policy_of(plan).exact, MASKED)
     by_heads = sharing.by_heads(query, key)
@@ -72,10 +79,13 @@ def attention(model: ModelSpec, plan: ParallelPlan) -> Attended:
 
 def _widths(model: ModelSpec) -> _Widths:
     """Return how wide heads are, which need not be hidden / heads."""
-    for weight in (weight for unit in model.blocks[0].units for weight in unit.weights):
-        if weight.name.endswith("q_proj.weight"):
-            return _Widths(*(2 * (weight.shape[0] // model.heads,)))
-    return _Widths(*(2 * (model.hidden // model.heads,)))
+    block = next((block for block in model.blocks if block.attends), model.blocks[0])
+    weights = [weight for unit in block.units for weight in unit.weights if len(weight.shape) == 2]
+    for name, heads in (("k_proj.weight", model.kv_heads), ("q_proj.weight", model.heads)):  # which may have gates, too
+        for weight in weights:
+            if weight.name.endswith(name):
+                return _Widths(*(2 * (weight.shape[0] // heads,)))
+    return _Widths(*(2 * (model.hidden // max(1, model.heads),)))
 
 
 def kept_more(model: ModelSpec, plan: ParallelPlan) -> float:
@@ -94,25 +104,32 @@ def kept_more(model: ModelSpec, plan: ParallelPlan) -> float:
     return float(plan.tokens(model.length) * call.itemsize * more)
 
 
-def exchanged(model: ModelSpec, plan: ParallelPlan) -> list[float]:
+def exchanged(model: ModelSpec, plan: ParallelPlan, attends: bool = True, scans: Iterable[Scanned] = ()) -> list[float]:
     """Return the bytes that a rank has for all ranks of its group, itself among them, in each exchange of a forward."""
     if plan.sp == 1:
         return []
+    calls = [scan.at(plan.micro_batch, plan.compute.itemsize) for scan in scans]
+    scanned = [float(nbytes) for each in calls for nbytes in each.exchanged(plan.sp)]
+    if not attends:
+        return scanned
     call, tokens = attention(model, plan), plan.tokens(model.length)
     if call.by_heads:
         elements = [call.query * call.width, call.key * call.width, call.key * call.value, call.query * call.value]
     else:
         elements = [plan.sp * call.key * call.width, plan.sp * call.key * call.value]
-    return [float(tokens * call.itemsize * each) for each in elements]
+    return scanned + [float(tokens * call.itemsize * each) for each in elements]
 
 
 def traffic(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Mapping[str, Moved]:
     """Return what the first rank of an sp group sends in a step."""
     parts = [part for chunk in chunks_of_rank(model, plan, pp_stage).values() for part in chunk]
-    blocks, call = sum(part.kind == "block" for part in parts), attention(model, plan)
-    forwards = 1 if plan.activations == "none" else 2
-    once = [call.sent(0, plan.sp, backward=False).times(forwards), call.sent(0, plan.sp, backward=True)]
-    rows = Moved.total(once).times(blocks * plan.accumulate)
+    forwards, call = 1 if plan.activations == "none" else 2, attention(model, plan)
+    calls: list[Any] = [call for part in parts if part.kind == "block" and part.attends]
+    mixed: list[Any] = [each for part in parts for each in (*part.convolutions, *part.scans)]
+    calls += [each.at(plan.micro_batch, call.itemsize) for each in mixed]
+    once = [each.sent(0, plan.sp, backward=False).times(forwards) for each in calls]
+    once += [each.sent(0, plan.sp, backward=True) for each in calls]
+    rows = Moved.total(once).times(plan.accumulate)
     values = loss_values(plan.micro_batch, model.length, plan.sp)
     losses = [Moved(1, values, values * max(FP32.itemsize, call.itemsize))]
     if model.routers:

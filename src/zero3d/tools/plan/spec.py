@@ -24,6 +24,7 @@ from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import BLIND, Tower
 from zero3d.pipeline.schedules import DEFAULT
+from zero3d.sequence.shares import Halo, Scanned
 from zero3d.spec.dtypes import BF16, BY_NAME, Dtype
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW
@@ -156,6 +157,8 @@ class Part:
     """An embedding, a block, or the head with the last norm.
 
     active      parameters that a token meets, all if None
+    attends     a block has attention; it may have convolutions and scans beside it, or in its place, of one sequence in
+                a 2-byte run
     dispatched  operations and activations where tokens are sent to experts; None of a part without any
     """
 
@@ -164,6 +167,9 @@ class Part:
     operations: Operations
     active: int | None = None
     dispatched: Operations | None = None
+    attends: bool = True
+    convolutions: tuple[Halo, ...] = ()
+    scans: tuple[Scanned, ...] = ()
 
     def __hash__(self) -> int:
         """Return the hash, computed once."""
@@ -171,7 +177,12 @@ class Part:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.units, self.operations, self.active, self.dispatched))
+        return hash((self.kind, self.units, self.operations, self.active, self.dispatched, self.mixes))
+
+    @property
+    def mixes(self) -> tuple[bool, tuple[Halo, ...], tuple[Scanned, ...]]:
+        """Return what mixes the tokens of a sequence."""
+        return self.attends, self.convolutions, self.scans
 
     @cached_property
     def likeness(self) -> int:
@@ -183,7 +194,7 @@ class Part:
             (unit.name.removeprefix(outer), unit.copy_of, *(weight.unnamed for weight in unit.weights))
             for unit in self.units
         ]
-        return hash((tuple(units), self.operations, self.active, self.dispatched))
+        return hash((tuple(units), self.operations, self.active, self.dispatched, self.mixes))
 
     @cached_property
     def numel(self) -> int:
@@ -209,7 +220,7 @@ class ModelSpec:
     experts of a layer, 0 for a dense model; chosen: those that a token meets
     routers layers whose experts a loss balances (output_router_logits), 0 where none does
     chain   pipelines can cut it
-    mixing  kinds of layers that mix the tokens of a sequence outside of attention: sp cannot cut it
+    mixing  kinds of layers that mix the tokens of a sequence in a way that sp cannot cut
     tiles   its loss can be computed in tiles (train.tiled_loss)
     tower   what turns images into tokens, which the cut of a pipeline counts
     """

@@ -319,7 +319,8 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     sent = sum(shape.stack is not None for shape, _ in inside) * _rows(step)
     inputs, whole = ceil(kinds.count("block") / (policy.every or 1)), 2.0 * step.tokens * step.model.hidden
     partial = inputs * gather_seconds(whole, step.groups.tp, step.cluster) if in_parts(step.plan) else 0.0
-    shared, losses = kinds.count("block") * _attention_seconds(step), kinds.count("head") * _loss_seconds(step)
+    blocks = [shape for shape, _ in inside if shape.kind == "block"]
+    shared, losses = sum(_mixing_seconds(step, block) for block in blocks), kinds.count("head") * _loss_seconds(step)
     shared_again = shared if policy.kind != "none" else 0.0
     forward = work.forward + exposed + ends + host + sent + shared + losses
     repeated = sent if policy.kind in ("full", "every") else 0.0
@@ -356,9 +357,12 @@ def _rows(step: _Step) -> float:
     return counts + 2 * exchange_seconds(IMBALANCE * rows * step.model.chosen, group, step.cluster)
 
 
-def _attention_seconds(step: _Step) -> float:
-    """Return the seconds in which an attention's rows reach the ranks of an sp group, and its output comes back."""
-    parts = exchanged(step.model, step.plan)
+def _mixing_seconds(step: _Step, block: Shape) -> float:
+    """Return the seconds in which rows for a block's attention and scans reach an sp group, and what they make returns.
+
+    Halos of convolutions, of a few tokens, are nothing.
+    """
+    parts = exchanged(step.model, step.plan, block.attends, block.scans)
     return sum(exchange_seconds(nbytes, step.groups.sp, step.cluster) for nbytes in parts)
 
 

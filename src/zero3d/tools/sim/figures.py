@@ -13,9 +13,9 @@ of a tied parameter wait from the head's backward for the embedding's if both ar
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ from zero3d.expert_parallel.share import share_out
 from zero3d.memory import scratch
 from zero3d.memory.arena import Arena
 from zero3d.models.copies import copy_with
+from zero3d.models.mixing import CONVOLUTION, Call, mixers, replace_functions
+from zero3d.models.packed_documents import Inside, Told, during
 from zero3d.models.packing import forward_options, inner_model, position_rows, with_position_rows
 from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.models.quantised import QuantisedLinear
@@ -39,6 +41,8 @@ from zero3d.models.quantised_experts import Stack
 from zero3d.models.targets import Targets
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
+from zero3d.sequence.mixers import SharedScan, halo_of
+from zero3d.sequence.shares import Halo, Scanned
 from zero3d.spec.mesh import EXACT
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tools.sim.images import Images
@@ -61,6 +65,7 @@ class Figures:
     entering   its input, which is all that is left where it is recomputed
     curve      (bytes that follow the tokens, bytes of gradients and decoded matrices) beyond what was kept, at
                every event of its backward (the head: of its forward, too)
+    convolutions, scans  of hybrids, as mesh.sp would share them out
     """
 
     kept: float
@@ -69,6 +74,8 @@ class Figures:
     curve: Curve
     matrices: float
     scores: float
+    convolutions: tuple[Halo, ...] = ()
+    scans: tuple[Scanned, ...] = ()
 
 
 class OutputForms(dict[int, bool]):
@@ -167,7 +174,9 @@ def measure(
         if images is not None:
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
-        with fake, live, recorder.constants():
+        replace_functions(run)
+        mixing = during(Told(shared=recorder.mix)) if mixers(run) else nullcontext()
+        with fake, live, recorder.constants(), mixing:
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
@@ -220,6 +229,8 @@ class _Recorder:
         self._grads: set[int] = set()  # and of parameters' gradients
         self._decoded: set[int] = set()  # and of matrices of 8 or 4 bits in the compute dtype, with scratch
         self._entering: dict[Any, float] = {}
+        self._kind: Any = None  # of the block whose forward is under way
+        self._mixed: dict[Any, list[Halo | Scanned]] = defaultdict(list)
         self._tied: set[tuple[int, ...]] = set()  # shapes of tied parameters
 
     def install(self, model: nn.Module) -> None:
@@ -260,6 +271,7 @@ class _Recorder:
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: self._live.mark(("B", kind, "end")))
         self._live.mark(("F", kind, "begin"))
+        self._kind = kind
 
     def _ends(self, kind: Any, module: nn.Module, args: Any, output: Any) -> None:
         self._live.mark(("F", kind, "end"))
@@ -267,6 +279,17 @@ class _Recorder:
         hidden = next(iter(tensors_out(output)))
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: self._live.mark(("B", kind, "begin")))  # type: ignore[no-untyped-call]
+
+    def mix(self, function: str, call: Call, _: Any, inside: Inside) -> Any:
+        """Run a convolution or scan, and note how a sequence axis would share it out."""
+        made = inside(call, None)
+        if function == CONVOLUTION:
+            self._mixed[self._kind].append(halo_of(call, call.given["hidden_states"].shape[-1]))
+        else:
+            scan = SharedScan(function, call)
+            output = made[0] if isinstance(made, tuple) else made
+            self._mixed[self._kind].append(scan.note(output, scan.tensors[0].shape[1]))
+        return made
 
     def _attended(self, kind: Any, number: int, module: nn.Module, args: Any, output: Any) -> None:
         self._live.mark(("A", kind, number, "end"))
@@ -297,6 +320,8 @@ class _Recorder:
             tuple(self._windows(part)),
             sum(n for n, scores in flops if not scores),
             sum(n for n, scores in flops if scores),
+            tuple(each for each in self._mixed[part] if isinstance(each, Halo)),
+            tuple(each for each in self._mixed[part] if isinstance(each, Scanned)),
         )
 
     def _forward_of(self, part: Any) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from zero3d.activations.targets import mixers_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.bases import config_number, decoder_of, sees_images
+from zero3d.models.mixing import mixers
 from zero3d.models.quantised_folders import stored_format
 from zero3d.models.recurrences import own_of_recurrences
 from zero3d.models.trained import open_trained
@@ -61,9 +62,13 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = F
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
     ]
     eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
+    hybrid = bool(mixers(model))
     for i, block in enumerate(part_names.blocks, 1):
         again = 2.0 * sum(map(_in_products, dict(mixers_in(model.get_submodule(block))).values()))
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
+        found = figures[0][1][names[i]]
+        attends = not hybrid or _attends(model.get_submodule(block))
+        parts[i] = replace(parts[i], attends=attends, convolutions=found.convolutions, scans=found.scans)
         if apart is not None and parts[i].stacked:
             dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
             parts[i] = replace(parts[i], dispatched=dispatched)
@@ -75,6 +80,12 @@ def _in_products(mixer: nn.Module) -> int:
     """Return how many values of a mixer are in matrices, by which each token is multiplied."""
     rates = own_of_recurrences(mixer)
     return sum(p.numel() for name, p in mixer.named_parameters() if p.dim() == 2 and name not in rates)
+
+
+def _attends(block: nn.Module) -> bool:
+    """Return whether a block of a hybrid has attention."""
+    own = mixers(block).values()
+    return any("Attention" in type(module).__name__ and module not in own for module in block.modules())
 
 
 def outline(model: nn.Module, length: int, name: str = "", blocks: str | None = None) -> ModelSpec:
