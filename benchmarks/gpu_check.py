@@ -119,6 +119,15 @@ PARTS = (
         needs=HF,
     ),
     Part(
+        "hybrids",
+        "campaign.hybrids:hybrids",
+        105,
+        60,
+        "8 + 3 for transformers + 5 types x 2 dtypes x 3 to compile kernels + 2 x (5 to build + 4 to compile)",
+        timed=True,
+        needs=HF,
+    ),
+    Part(
         "train",
         "campaign.command:train",
         60,

@@ -1,8 +1,13 @@
-"""Tiny models whose layers mix tokens by recurrences and convolutions, by type; and arithmetic that stays in fp64."""
+"""Tiny models whose layers mix tokens by recurrences and convolutions, by type; and kernels for them."""
+
+import inspect
+import sys
+from itertools import pairwise
+from types import ModuleType
 
 import torch
 from families import CONFIGS, SIZES
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional as F
 
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -67,17 +72,51 @@ def hybrid(name, **options):
     return model.train()
 
 
-class StaysInFp64(TorchFunctionMode):
-    """Leaves numbers of fp64 as they are where a model's code asks for fp32."""
+# --- kernels that stand for those of packages, which are not installed here -----------------------------------------
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
-        if func is torch.Tensor.to and args[0].dtype == torch.float64:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        in_fp32 = kwargs.get("dtype") is torch.float32
-        softmax = func in (torch.softmax, torch.nn.functional.softmax)
-        if in_fp32 and (softmax or (func is torch.Tensor.to and args[0].dtype == torch.float64)):
-            kwargs = kwargs | {"dtype": torch.float64}
-        return func(*args, **kwargs)
+
+def conv_kernel(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
+    """As causal_conv1d's: rows are told by numbers."""
+    CALLS.append(seq_idx)
+    taps = weight.shape[1]
+    made = x * weight[:, taps - 1 :]
+    for back in range(1, min(taps, x.shape[-1])):
+        same = 1.0 if seq_idx is None else (seq_idx[:, None, back:] == seq_idx[:, None, :-back]).to(x.dtype)
+        made = made + F.pad(x[..., :-back] * same * weight[:, taps - 1 - back, None], (back, 0))
+    made = made if bias is None else made + bias[:, None]
+    return made if activation is None else F.silu(made)
+
+
+def delta_kernel(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+                 use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs):  # fmt: skip
+    """As fla's: one row, and where documents end."""
+    CALLS.append(cu_seqlens)
+    bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    assert cu_seqlens is None or (q.shape[0] == 1 and torch.equal(cu_seqlens_cpu, cu_seqlens))
+    torch_rule = inspect.unwrap(qwen3_5().torch_chunk_gated_delta_rule)
+    parts = [
+        torch_rule(*(t[:, start:stop] for t in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
+        for start, stop in pairwise(bounds)
+    ]
+    return torch.cat(parts, 1), None
+
+
+CALLS = []
+
+
+def qwen3_5():
+    import transformers.models.qwen3_5.modeling_qwen3_5 as file
+
+    return file
+
+
+def with_kernels(monkeypatch, file, kernels):
+    """Have transformers itself find kernels in a package, by the decorator that the file uses."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    package = ModuleType("of_a_test")
+    monkeypatch.setitem(sys.modules, "of_a_test", package)
+    for name, kernel in kernels.items():
+        setattr(package, name, kernel)
+        own = inspect.unwrap(getattr(file, name))
+        monkeypatch.setattr(file, name, use_kernel_func_from_hub_with_fallback(name, "of_a_test")(own))

@@ -1,21 +1,17 @@
 """Packed documents are what they are alone in models with recurrences and convolutions, outputs and gradients."""
 
 import copy
-import inspect
-import sys
-from itertools import pairwise
-from types import ModuleType
 
 import pytest
 import torch
 from families import family
-from hybrids import HYBRIDS, StaysInFp64, hybrid
-from torch.nn import functional as F
+from hybrids import CALLS, HYBRIDS, conv_kernel, delta_kernel, hybrid, qwen3_5, with_kernels
 
 import zero3d
 from zero3d.activations import recompute
 from zero3d.errors import ConfigError
 from zero3d.models import mixing
+from zero3d.models.fp64 import StaysInFp64
 from zero3d.models.packed_documents import Documents, told
 from zero3d.models.packing import check_packing, packing_verdict, tell
 
@@ -211,54 +207,7 @@ def test_an_engine_of_attention_alone_is_told_nothing():
     assert zero3d.Engine(hybrid("lfm2"), stage=2, precision="fp32")._parts.mixing is not None
 
 
-# --- kernels, which transformers takes from packages that are not installed here -----------------------------------
-
-
-def conv_kernel(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
-    """As causal_conv1d's: rows are told by numbers."""
-    CALLS.append(seq_idx)
-    taps = weight.shape[1]
-    made = x * weight[:, taps - 1 :]
-    for back in range(1, min(taps, x.shape[-1])):
-        same = 1.0 if seq_idx is None else (seq_idx[:, None, back:] == seq_idx[:, None, :-back]).to(x.dtype)
-        made = made + F.pad(x[..., :-back] * same * weight[:, taps - 1 - back, None], (back, 0))
-    made = made if bias is None else made + bias[:, None]
-    return made if activation is None else F.silu(made)
-
-
-def delta_kernel(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-                 use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs):  # fmt: skip
-    """As fla's: one row, and where documents end."""
-    CALLS.append(cu_seqlens)
-    bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    assert cu_seqlens is None or (q.shape[0] == 1 and torch.equal(cu_seqlens_cpu, cu_seqlens))
-    torch_rule = inspect.unwrap(qwen3_5().torch_chunk_gated_delta_rule)
-    parts = [
-        torch_rule(*(t[:, start:stop] for t in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
-        for start, stop in pairwise(bounds)
-    ]
-    return torch.cat(parts, 1), None
-
-
-CALLS = []
-
-
-def qwen3_5():
-    import transformers.models.qwen3_5.modeling_qwen3_5 as file
-
-    return file
-
-
-def with_kernels(monkeypatch, file, kernels):
-    """Have transformers itself find kernels in a package, by the decorator that the file uses."""
-    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-
-    package = ModuleType("of_a_test")
-    monkeypatch.setitem(sys.modules, "of_a_test", package)
-    for name, kernel in kernels.items():
-        setattr(package, name, kernel)
-        own = inspect.unwrap(getattr(file, name))
-        monkeypatch.setattr(file, name, use_kernel_func_from_hub_with_fallback(name, "of_a_test")(own))
+# --- kernels, which transformers takes from packages ----------------------------------------------------------------
 
 
 def test_a_kernel_is_told_by_its_own_names_where_documents_end(monkeypatch):

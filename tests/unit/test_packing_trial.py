@@ -8,12 +8,15 @@ import torch
 import vision
 from corpora import opened, write_lines
 from families import family, llava
+from hybrids import HYBRIDS, hybrid
 from models import VOCAB, hf
 from torch import nn
 
 import zero3d
 from zero3d.errors import ConfigError
 from zero3d.models import packing
+from zero3d.models.build import build
+from zero3d.models.layer_kinds import kinds_left_out
 from zero3d.models.packing import (
     as_row,
     check_packing,
@@ -23,6 +26,8 @@ from zero3d.models.packing import (
     position_rows,
     with_position_rows,
 )
+from zero3d.tools.cli.models import depending, usual_config
+from zero3d.train.setup.support import Row, Support
 
 TEXTS = ["\x05\x06\x07\x08", "\x09\x0a\x0b\x0c\x0d\x0e\x0f\x10\x11", "\x12\x13", "\x14\x15\x16\x17\x18\x19\x1a"]
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
@@ -286,3 +291,99 @@ def test_a_cache_that_only_the_text_model_has_is_off():
     model = llava()
     assert not hasattr(model.config, "use_cache")
     assert forward_options(model) == {"use_cache": False}
+
+
+# --- gradients, and what is said of a type --------------------------------------------------------------------------
+
+
+class Backward(torch.autograd.Function):
+    """Hands its input on, and gives another gradient."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.how(grad), None
+
+
+class Wrong(Mean):
+    """A module as above whose forward is right and whose backward is not."""
+
+    def __init__(self, how):
+        super().__init__(heeds=True)
+        self.how = how
+
+    def forward(self, input_ids, position_ids=None):
+        length = input_ids.shape[1]
+        place = torch.arange(length)
+        begins = place - (place if position_ids is None else position_ids)
+        sees = (place[:, None] >= place) & (begins[..., None] <= place)
+        x = Backward.apply(self.embed(input_ids), self.how)
+        return self.head((sees.float() / sees.sum(-1, keepdim=True)) @ x)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (lambda grad: grad + 1e-6 * grad.sum(1, keepdim=True), "the backward of the first reaches the second"),
+        (lambda grad: grad.cumsum(1), "the backward of the first reaches the second"),
+        (lambda grad: grad.flip(1).cumsum(1).flip(1), "the backward of the second reaches the first"),
+        (lambda grad: grad * torch.linspace(1, 2, grad.shape[1])[:, None], "gradients of the first are off"),
+    ],
+)
+def test_a_model_whose_backward_alone_leaks_is_refused(how, said):
+    with pytest.raises(ConfigError, match=rf"Wrong lets documents see each other \(of two, {said}"):
+        check_packing(Wrong(how))
+    assert check_packing(Wrong(lambda grad: grad)) is None
+
+
+class Faint(Mean):
+    """A module as above that hands a trace of the first token on to all."""
+
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids, position_ids) + 1e-9 * self.embed(input_ids).mean(-1)[:, :1, None].detach()
+
+
+def test_what_is_said_of_a_type_is_exact():
+    model = Faint(heeds=True)
+    assert check_packing(model) is None
+    with pytest.raises(ConfigError, match="Faint lets documents see each other"):
+        check_packing(model, exact=True)
+    assert check_packing(Mean(heeds=True), exact=True) is None
+
+
+@pytest.mark.parametrize("name", some(HYBRIDS, ("qwen3_5_text", "lfm2", "rwkv")))
+def test_hybrids_keep_documents_apart_exactly(name):
+    assert packing_verdict(hybrid(name), exact=True) == packing.Verdict()
+
+
+@pytest.mark.parametrize("name", some(("lfm2", "bamba", "granitemoehybrid", "jamba", "nemotron_h"), ("lfm2",)))
+def test_a_type_is_asked_about_with_a_layer_of_each_kind(name):
+    """The sizes that transformers gives LFM2 have attention alone."""
+    from transformers import AutoConfig
+
+    config = usual_config(name)
+    model = build(config)
+    assert kinds_left_out(model) == ()
+    left_out = kinds_left_out(build(AutoConfig.for_model(name)))
+    assert left_out == {
+        "lfm2": ("Lfm2ShortConv",),
+        "bamba": ("BambaAttention",),
+        "granitemoehybrid": ("GraniteMoeHybridAttention",),
+    }.get(name, ())
+    assert config.num_hidden_layers == AutoConfig.for_model(name).num_hidden_layers
+
+
+def test_of_a_type_whose_kinds_cannot_be_had_packing_and_sp_depend_on_its_layers():
+    from transformers import AutoConfig
+
+    model = build(AutoConfig.for_model("lfm2"))
+    found = depending(
+        Support("", 0, "", (Row("pp", True, "2"), Row("sp", True, "any"), Row("packing", True, ""))), model
+    )
+    assert [row.supported for row in found.rows] == [True, None, None]
+    assert found.rows[2].what.startswith("depends on layer_types: the type has layers of Lfm2ShortConv, too")
+    assert depending(found._replace(rows=()), hybrid("lfm2")).rows == ()

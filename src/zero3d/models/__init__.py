@@ -19,8 +19,11 @@ packing.py       whether a model keeps packed documents apart; what training pas
 packing_trial.py two documents in a row against each alone, in a copy of a model
 packing_images.py  the same of documents with images
 mixing.py        convolutions and recurrences of packed rows, and masks made without positions
+kernel_trial.py  whether kernels of mixers keep packed documents apart on the device
 packed_documents.py  what those functions are told of a forward: where its documents are
 convolution.py   a causal convolution that reaches back to a document's first token
+layer_kinds.py   which kinds of mixing a type's file defines, and a config that has each
+fp64.py          arithmetic that stays in fp64 where a model's code asks for fp32
 mask_code.py     what the code of a forward says: its names, whether positions make its masks
 document_masks.py  masks of rows whose images attend in both directions
 document_positions.py  positions of a document with images

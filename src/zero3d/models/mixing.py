@@ -113,10 +113,10 @@ def _inside(name: str, function: Callable[..., Any], call: Call, documents: Docu
 
 
 def _convolved(function: Callable[..., Any], call: Call, documents: Documents | Part) -> Any:
-    """Convolve inside of documents."""
-    if is_kernel(function):
-        return call(function, **_ends(CONVOLUTION, function, documents))
+    """Convolve inside of documents. Kernels are told of them where channels lie side by side alone."""
     x, weight, bias = call.given["hidden_states"], call.given["weight"], call.given.get("bias")
+    if is_kernel(function):
+        return call(function, hidden_states=x.mT.contiguous().mT, **_ends(CONVOLUTION, function, documents))
     made = causal_convolution(x.to(weight.dtype), weight, documents.places)
     if bias is not None:
         made = made + bias[:, None]
@@ -208,7 +208,7 @@ def _rows(made: Sequence[Tensor], documents: Documents, dim: int) -> Tensor:
 
 def _replacement(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what stands in a file's globals for a function of that name."""
-    names = list(inspect.signature(inspect.unwrap(function)).parameters)
+    names = parameters_of(function)
 
     @wraps(function)
     def apart(*args: Any, **kwargs: Any) -> Any:
@@ -294,6 +294,21 @@ def _ends_of(name: str, function: Callable[..., Any]) -> dict[str, str]:
     return {each: TOLD_AS[each] for each in wanted if each in takes}
 
 
+def installed(mixer: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Yield the functions of mixing that a module calls: their names, their files, and what stands there for them."""
+    names = getattr(code_of(type(mixer).forward), "co_names", ())
+    for name in FUNCTIONS:
+        file = next((each for each in _files(type(mixer)) if name in vars(sys.modules[each])), None)
+        if name in names and file is not None:
+            _replace(file, (name,))
+            yield name, file, vars(sys.modules[file])[name]
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Return the parameters of transformers' own function of that name."""
+    return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+
 # --- models -------------------------------------------------------------------------------------------------------
 
 
@@ -305,16 +320,22 @@ def mixing_files(model: nn.Module) -> set[str]:
 def mixers(model: nn.Module) -> dict[str, Any]:
     """Return the modules of a model that call those functions, and those that are called for documents, by name."""
     found = ((name, module) for name, module in model.named_modules())
-    return {name: module for name, module in found if _mixes(module) or type(module).__name__ in BY_MODULE}
+    return {name: module for name, module in found if is_mixer_class(type(module))}
+
+
+def is_mixer_class(kind: type[nn.Module]) -> bool:
+    """Return whether modules of a class mix tokens by those functions, or are called for documents."""
+    return kind.__name__ in BY_MODULE or _calls(kind)
 
 
 def _mixes(module: nn.Module) -> bool:
-    return not _called(module).isdisjoint(FUNCTIONS) and bool(list(_files(type(module))))
+    return _calls(type(module))
 
 
-def _called(module: nn.Module) -> set[str]:
-    """Return the names that a module's forward uses."""
-    return set(getattr(code_of(type(module).forward), "co_names", ()))
+def _calls(kind: type[nn.Module]) -> bool:
+    """Return whether a class of transformers' uses one of those names in its forward."""
+    names = getattr(code_of(kind.forward), "co_names", ())
+    return not set(names).isdisjoint(FUNCTIONS) and bool(list(_files(kind)))
 
 
 def _files(kind: type) -> Iterator[str]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError
 from zero3d.models.document_masks import DocumentMasks
+from zero3d.models.fp64 import StaysInFp64
 from zero3d.models.mask_code import code_of, masks_by_position, source_of
 from zero3d.models.mixing import DOCUMENTS, Mixing, check_kernels, is_told, mixers
 from zero3d.models.packed_documents import M_ROPE_ROWS, Documents
@@ -62,12 +64,15 @@ class Verdict(NamedTuple):
 
 
 Key = tuple[str, frozenset[tuple[type, Any]]]
-_found: dict[Key, Verdict] = {}
+_found: dict[tuple[Key | None, bool], Verdict] = {}
 
 
-def check_packing(model: nn.Module) -> str | None:
-    """Raise ConfigError where packed documents would see each other; return a line where this could not be tried."""
-    verdict = packing_verdict(model)
+def check_packing(model: nn.Module, exact: bool = False) -> str | None:
+    """Raise ConfigError where packed documents would see each other; return a line where this could not be tried.
+
+    exact  as of `packing_verdict`
+    """
+    verdict = packing_verdict(model, exact)
     if verdict.leak:
         raise ConfigError(f"data.packing=true cannot be used: {verdict.leak}. {verdict.remedy}")
     if verdict.untried is None:
@@ -83,23 +88,24 @@ def position_rows(model: nn.Module) -> int:
     return packing_verdict(model).rows if _is_m_rope(inner_model(model)) else 1
 
 
-def packing_verdict(model: nn.Module) -> Verdict:
+def packing_verdict(model: nn.Module, exact: bool = False) -> Verdict:
     """Return whether a model keeps packed documents apart, by a trial; of models that are alike there is one.
 
     In a dry run, whose tensors have no values, source code decides.
+    exact  tried in fp64, to the last digits but three: for what is said of a type, which rounding may not hide
     """
     inner = inner_model(model)
     if why := why_at_once(inner):
         return Verdict(leak=why)
     check_kernels(inner)
     key = key_of(inner)
-    if key in _found:
-        return _found[key]
+    if (key, exact) in _found:
+        return _found[key, exact]
     if isinstance(torch.empty(0), FakeTensor):
         return _by_reading(inner, "in a simulation")
-    verdict = _tried(inner)
+    verdict = _tried(inner, exact)
     if key is not None:
-        _found[key] = verdict
+        _found[key, exact] = verdict
     return verdict
 
 
@@ -181,18 +187,18 @@ def forward_options(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if caches else {}
 
 
-def _tried(model: nn.Module) -> Verdict:
+def _tried(model: nn.Module, exact: bool) -> Verdict:
     """Try a model with one block of each kind, and with all where it does not run with so few."""
     for few in (True, False):
         try:
-            return _with_blocks(model, few)
+            return _with_blocks(model, few, exact)
         except Exception as error:  # noqa: BLE001 (any error of its own, quoted)
             line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
             said = line if isinstance(error, Untried) else f"{type(error).__name__}: {line}"
     return _by_reading(model, said)
 
 
-def _with_blocks(model: nn.Module, few: bool) -> Verdict:
+def _with_blocks(model: nn.Module, few: bool, exact: bool) -> Verdict:
     """Try one row of positions, then four where a model may take them; raises what its forward raises.
 
     A leak shows with any weights: a second draw tells it from a router's tie, which rounding may break either way.
@@ -200,11 +206,12 @@ def _with_blocks(model: nn.Module, few: bool) -> Verdict:
     varlen = is_varlen(model)
     found: Leak | None = None
     for seed in SEEDS:
-        with copied(model, varlen, few, seed) as trial:
+        dtype = torch.float64 if exact else torch.float32
+        with copied(model, varlen, few, seed, dtype) as trial, StaysInFp64() if exact else nullcontext():
             tell(trial)
             for rows in (1, M_ROPE_ROWS) if _is_m_rope(model) else (1,):
                 try:
-                    leak = judge(trial, given_in_training(trial, varlen, rows), documents(trial))
+                    leak = judge(trial, given_in_training(trial, varlen, rows), documents(trial), exact)
                 except Exception:
                     if rows == 1:
                         raise

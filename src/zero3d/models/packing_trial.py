@@ -3,6 +3,7 @@
     alone     two documents of random tokens, 11 and 7, each in a row of its own    what is wanted
     packed    both in one row, where positions start again, as a run packs them     must be equal to it
     changed   packed, with another token in the first                               must leave the second as it was
+    backward  of random sums over a document, by what comes out of embeddings       as alone, and none in the others
 
 Equality decides. That a change does not reach the second document is not enough: a mask that is made for the wrong
 document passes it. And the change must move its own document, or the trial says nothing.
@@ -44,6 +45,7 @@ FIRST_ID, IDS = 3, 50  # of tokens: small ones, since special tokens of images a
 TOKEN, CHANGED = "token", 4  # what is changed in the first document, and which
 COUNTED, WHICH = {2: "two", 3: "three"}, ("first", "second", "third")  # documents of a row, in words
 NEAR = 2e-4  # of the largest number that was wanted: rounding is 1e-5 of it at most, the smallest leak found 6e-3
+EXACT = 1e-12  # of what a token changes in its own document, in fp64
 NAME, PLAIN = "packing_trial", ("eager", "sdpa")  # of attention functions
 LARGE, SEGMENTS = 2**14, 16  # numbers of a matrix whose products are narrowed, and columns that are left of it
 WIDEST, LOGITS = 2**16, 2**10  # outputs of a layer, more than which are those of a vocabulary, and what is made of them
@@ -113,36 +115,99 @@ def changed(document: Document) -> Document:
 # --- the trial ---------------------------------------------------------------------------------------------------
 
 
-def judge(model: nn.Module, give: Give, these: Documents) -> Leak | None:
+def judge(model: nn.Module, give: Give, these: Documents, exact: bool = False) -> Leak | None:
     """Return what is wrong with packed documents in a copy of a model; None for nothing. Raises Untried.
 
-    give  makes of a row what the forward is called with
+    give   makes of a row what the forward is called with
+    exact  arithmetic is in fp64, and differences are beside what a token changes in its own document
     """
+    embedded = _Embedded(model)
 
     def run(row: Document) -> Tensor:
         return _rows_of(model(**give(row)), row["input_ids"].shape[1])
 
     def run_packed(each: Sequence[Document]) -> tuple[Tensor, ...]:
-        return torch.split(run(packed(these, each)), [document["input_ids"].shape[1] for document in each], 1)
+        return torch.split(run(packed(these, each)), _lengths(each), 1)
 
-    wanted = [run(each) for each in these.each]
+    with embedded.leaves() as of_alone:
+        wanted = [run(each) for each in these.each]
     if not all(bool(each.isfinite().all()) for each in wanted):
         raise Untried("what it makes of random weights is not finite")
-    made = run_packed(these.each)
+    with embedded.leaves() as of_packed:
+        made = run_packed(these.each)
     moved = {what: run_packed([other, *these.each[1:]]) for what, other in these.changes.items()}
+    near = EXACT if exact else NEAR
     for what, values in moved.items():
-        if _off(values[0], made[0]) <= NEAR:
+        if (own := _off(values[0], made[0])) <= NEAR:
             raise Untried(f"another {what} changes nothing in its own document")
+        near = min(near, EXACT * own) if exact else near
     of = f"of {COUNTED[len(made)]}"
     for which, value, alone in zip(WHICH, made, wanted, strict=False):
-        if (off := _off(value, alone)) > NEAR:
+        if (off := _off(value, alone)) > near:
             sees_later = _off(run(these.changes[TOKEN])[:, :CHANGED], wanted[0][:, :CHANGED]) > NEAR
             return Leak(f"{of}, the {which} is off by {off:.1g} of what it is in a row of its own", sees_later)
     for what, values in moved.items():
         for which, value, before in zip(WHICH[1:], values[1:], made[1:], strict=False):
-            if (off := _off(value, before)) > NEAR:
+            if (off := _off(value, before)) > near:
                 return Leak(f"{of}, another {what} in the first moves the {which} by {off:.1g}", False)
+    if len(of_alone) == len(made) and len(of_packed) == 1:
+        return _judge_gradients(made, wanted, of_packed[0], of_alone, EXACT if exact else NEAR)
     return None
+
+
+def _lengths(each: Sequence[Document]) -> list[int]:
+    return [document["input_ids"].shape[1] for document in each]
+
+
+def _judge_gradients(
+    made: Sequence[Tensor], wanted: Sequence[Tensor], row: Tensor, leaves: Sequence[Tensor], near: float
+) -> Leak | None:
+    """Return what is wrong with gradients of what came out of embeddings, of documents in one `row` and alone."""
+    of, lengths = f"of {COUNTED[len(made)]}", [leaf.shape[1] for leaf in leaves]
+    for index, (value, alone, leaf) in enumerate(zip(made, wanted, leaves, strict=True)):
+        weights = torch.randn(alone.shape, dtype=alone.dtype, generator=torch.Generator().manual_seed(index))
+        with torch.enable_grad():
+            of_row, by_itself = (value * weights).sum(), (alone * weights).sum()
+        grads = torch.autograd.grad(of_row, row, retain_graph=index + 1 < len(made))[0]
+        right = torch.autograd.grad(by_itself, leaf)[0]
+        for other, grad in enumerate(torch.split(grads, lengths, 1)):
+            if other != index and grad.any():
+                return Leak(f"{of}, the backward of the {WHICH[index]} reaches the {WHICH[other]}", False)
+            if other == index and (off := _off(grad, right)) > near:
+                words = f"{of}, gradients of the {WHICH[index]} are off by {off:.1g} of those in a row of its own"
+                return Leak(words, False)
+    return None
+
+
+class _Embedded:
+    """Keeps what comes out of a model's embeddings of tokens, as leaves to which gradients go.
+
+    Of a model that does not say which module these are, it is the first that is an embedding.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found: Any = getattr(model, "get_input_embeddings", lambda: None)()
+        first = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        self._module: nn.Module | None = found if isinstance(found, nn.Module) else next(first, None)
+
+    @contextmanager
+    def leaves(self) -> Iterator[list[Tensor]]:
+        """Run a forward whose backward goes to leaves, inside; there is one for each call of the embeddings."""
+        kept: list[Tensor] = []
+        if self._module is None:
+            yield kept
+            return
+
+        def keep(_: nn.Module, __: Any, made: Tensor) -> Tensor:
+            kept.append(made.detach().requires_grad_())
+            return kept[-1].clone()  # code of models may write to it
+
+        hook = self._module.register_forward_hook(keep)
+        try:
+            with torch.enable_grad():
+                yield kept
+        finally:
+            hook.remove()
 
 
 def _rows_of(output: Any, length: int) -> Tensor:

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     quiet_environment()
     quiet_libraries()
     from zero3d.tools.vision.tiny import types
-    from zero3d.train.setup.support import support_of, with_text_part
+    from zero3d.train.setup.support import with_text_part
 
     if arguments.families:
         families = dict(_families())
@@ -75,11 +75,32 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     folder = Path(arguments.model)
     at = folder if os.path.isdir(folder) else None
-    found = with_text_part(support_of(_bare(arguments.model), at), _text_support(arguments.model, at))
+    found = with_text_part(_answers(arguments.model, at), _text_support(arguments.model, at))
     if not os.path.exists(arguments.model) and arguments.model in types():
         found = found._replace(rows=(*found.rows, _trained(arguments.model)))
     print(json.dumps(_as_json(found)) if arguments.json else _support_text(found))
     return 0
+
+
+def _answers(name: str, folder: Path | None) -> Support:
+    """Return what a model supports; of a type, also what depends on kinds of layers that its usual sizes lack."""
+    from zero3d.train.setup.support import support_of
+
+    model = _bare(name)
+    found = support_of(model, folder)
+    return found if os.path.exists(name) or name in PRESETS else depending(found, model)
+
+
+def depending(found: Support, model: nn.Module) -> Support:
+    """Return answers for a type, of which those on packing and sp are open where kinds of its layers are left out."""
+    from zero3d.models.layer_kinds import kinds_left_out
+    from zero3d.train.setup.support import Row
+
+    if not (missing := kinds_left_out(model)):
+        return found
+    said = f"depends on layer_types: the type has layers of {', '.join(missing)}, too, and its usual sizes have none"
+    rows = (Row(row.name, None, said) if row.name in ("sp", "packing") else row for row in found.rows)
+    return found._replace(rows=tuple(rows))
 
 
 def _trained(kind: str) -> Row:
@@ -146,17 +167,24 @@ def usual_config(kind: str) -> Any:
     """Return the config of a whole model of a type with the sizes that transformers gives it. Raises ConfigError.
 
     Of a vision-language model these are of a tower and of a language model that were not made for each other: the
-    tower's features get the width of the other, and its image a token of its vocabulary.
+    tower's features get the width of the other, and its image a token of its vocabulary. Of a type with several kinds
+    of layers there is one of each.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
 
-    try:
-        config = AutoConfig.for_model(kind)
+    from zero3d.models.build import build
+    from zero3d.models.layer_kinds import with_each_kind
+
+    def make(**options: Any) -> Any:
+        config = AutoConfig.for_model(kind, **options)
         if kind in WITH_IMAGES:
             config.architectures = [WITH_IMAGES[kind]]
             fit_tower(config)
         return config
+
+    try:
+        return with_each_kind(make, build)
     except Exception as error:  # any error of its own, quoted
         line = " ".join(str(error).split())
         raise ConfigError(f"transformers has no usual sizes of {kind} that it takes itself: {short(line)}") from error
@@ -215,6 +243,7 @@ def _families() -> Iterator[tuple[str, Any]]:
         try:
             config = usual_config(kind)
             config.architectures = None
-            yield kind, _as_json(support_of(build(config)))
+            model = build(config)
+            yield kind, _as_json(depending(support_of(model), model))
         except ConfigError as error:
             yield kind, str(error)

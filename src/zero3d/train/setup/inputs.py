@@ -29,12 +29,14 @@ from zero3d.engine.checks import check_replay
 from zero3d.errors import ConfigError, DataError
 from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
+from zero3d.models.kernel_trial import try_kernels
 from zero3d.models.open import Opened
-from zero3d.models.packing import check_packing
+from zero3d.models.packing import check_packing, inner_model
 from zero3d.models.packing_images import image_packing
 from zero3d.models.places import has_base
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
+from zero3d.precision import Precision
 from zero3d.train.setup.attention import check_alike, check_kernel, with_attention
 from zero3d.train.setup.packages import check_packages
 from zero3d.train.setup.text_part import naming_text_part
@@ -89,7 +91,7 @@ def open_inputs(
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
         check_alike(opened.module, comm)
         vision = agree(comm, lambda: open_vision(config, opened))
-        config, opened = agree(comm, lambda: _packed(config, opened, vision is not None))
+        config, opened = agree(comm, lambda: _packed(config, opened, vision is not None, mesh.device))
         vocabulary = config_number(opened.module, "vocab_size")
 
         def read(verify: bool) -> DataSet:
@@ -130,7 +132,7 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     return batch, opened, load_tokenizer(config.data.tokenizer, folder) if tokenizes else None
 
 
-def _packed(config: Config, opened: Opened, images: bool) -> tuple[Config, Opened]:
+def _packed(config: Config, opened: Opened, images: bool, device: torch.device) -> tuple[Config, Opened]:
     """Return the run with data.packing off where documents with images cannot be packed, and the model with a note.
 
     Raises ConfigError where documents of text would see each other.
@@ -145,7 +147,11 @@ def _packed(config: Config, opened: Opened, images: bool) -> tuple[Config, Opene
         note = f"data.packing: each document is a sequence, since {why}"
     else:
         note = None
-    return config, opened if note is None else replace(opened, notes=(*opened.notes, note))
+    notes = [note]
+    if config.data.packing and device.type != "cpu":
+        with naming_text_part(config):
+            notes.append(try_kernels(inner_model(opened.module), device, Precision.of(config.precision).dtype))
+    return config, replace(opened, notes=(*opened.notes, *filter(None, notes)))
 
 
 def slices_of(config: Config, mesh: Mesh) -> int:

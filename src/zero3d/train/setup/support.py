@@ -164,10 +164,10 @@ def _images(model: nn.Module) -> Row:
 
 def _packing(model: nn.Module) -> Row:
     if not sees_images(model):
-        return Row("packing", True, check_packing(model) or APART)
+        return Row("packing", True, check_packing(model, exact=True) or APART)
     why = image_packing(model)
     try:
-        text = check_packing(model) or APART
+        text = check_packing(model, exact=True) or APART
     except ConfigError as error:
         if why:
             raise
