@@ -19,7 +19,7 @@ CASTS = (Tensor.float, Tensor.to, Tensor.type, torch.softmax, F.softmax, Tensor.
 
 
 class StaysInFp64(TorchFunctionMode):
-    """Leaves numbers of fp64 as they are where a model's code asks for fp32, and makes such of what has no fractions."""
+    """Leaves fp64 as it is where a model's code asks for fp32, and makes such of numbers without fractions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
