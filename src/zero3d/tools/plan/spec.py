@@ -29,9 +29,11 @@ from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW
 from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords, placed
 from zero3d.spec.tiers import HOST, TIERS, Figure
+from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.constants import constant
 
 KINDS = ("embedding", "block", "head")
+AS_KERNELS, IN_TORCH = "mixers as kernels", "mixers in torch"  # in the provenance of a model that has mixers
 ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here follows
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
@@ -136,6 +138,7 @@ class Operations:
     transient  bytes alive at the peak of its backward beyond the kept ones; tp divides them
     instants   those that may be the fullest of its backward, where they are known better than by `transient`
     over_tp    what holds where tp > 1, if that is not this divided
+    moved      bytes that kernels of mixers read and write in a forward (mixers.py); tp divides them
     """
 
     matrices: float
@@ -149,6 +152,7 @@ class Operations:
     transient: float = 0.0
     instants: tuple[Instant, ...] = ()
     over_tp: Operations | None = None
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,8 @@ class Part:
 
     active      parameters that a token meets, all if None
     dispatched  operations and activations where tokens are sent to experts; None of a part without any
+    single      a block of one module, attention, a mixer or an MLP: tp ranks meet once in it, not twice
+    groups      what tp ranks may share of its Mamba2 mixer
     """
 
     kind: str
@@ -164,6 +170,8 @@ class Part:
     operations: Operations
     active: int | None = None
     dispatched: Operations | None = None
+    single: bool = False
+    groups: SharedGroups | None = None
 
     def __hash__(self) -> int:
         """Return the hash, computed once."""
@@ -171,7 +179,7 @@ class Part:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.units, self.operations, self.active, self.dispatched))
+        return hash((self.kind, self.units, self.operations, self.active, self.dispatched, self.single, self.groups))
 
     @cached_property
     def likeness(self) -> int:
@@ -183,7 +191,7 @@ class Part:
             (unit.name.removeprefix(outer), unit.copy_of, *(weight.unnamed for weight in unit.weights))
             for unit in self.units
         ]
-        return hash((tuple(units), self.operations, self.active, self.dispatched))
+        return hash((tuple(units), self.operations, self.active, self.dispatched, self.single, self.groups))
 
     @cached_property
     def numel(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from zero3d.spec.mesh import EXACT
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tools.sim.images import Images
 from zero3d.tools.sim.live import StorageTracker
+from zero3d.tools.sim.mixer_kernels import as_kernels
 from zero3d.tools.sim.patches import around, replaced, without_values
 from zero3d.tools.sim.stand_ins import SilentAxis, empty_like
 from zero3d.tools.sim.units import RUN, PartNames
@@ -61,6 +62,7 @@ class Figures:
     entering   its input, which is all that is left where it is recomputed
     curve      (bytes that follow the tokens, bytes of gradients and decoded matrices) beyond what was kept, at
                every event of its backward (the head: of its forward, too)
+    moved      bytes that kernels of mixers read and write in its forward
     """
 
     kept: float
@@ -69,6 +71,7 @@ class Figures:
     curve: Curve
     matrices: float
     scores: float
+    moved: float = 0.0
 
 
 class OutputForms(dict[int, bool]):
@@ -132,6 +135,7 @@ def measure(
     packed: bool = False,
     images: Images | None = None,
     dispatched: bool = False,
+    kernels: Collection[str] = (),
 ) -> dict[Any, Figures]:
     """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
 
@@ -139,6 +143,7 @@ def measure(
     packed  every sequence is of several documents, which attention keeps apart by a mask
     images  one in every sequence; the tower that reads it counts with the embedding
     dispatched  tokens are sent to experts, as many to each as to any other
+    kernels  names of functions by which mixers call a kernel (mixer_kernels.py)
     """
     reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
@@ -167,7 +172,7 @@ def measure(
         if images is not None:
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
-        with fake, live, recorder.constants():
+        with fake, live, recorder.constants(), as_kernels(run, kernels, packed):
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
@@ -297,6 +302,7 @@ class _Recorder:
             tuple(self._windows(part)),
             sum(n for n, scores in flops if not scores),
             sum(n for n, scores in flops if scores),
+            sum(n for at, n in self._live.moved if begin <= at < end),
         )
 
     def _forward_of(self, part: Any) -> tuple[int, int]:
