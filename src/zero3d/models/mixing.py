@@ -384,7 +384,7 @@ class Mixing:
                     partial(delattr, module, "forward") if is_of_class else partial(setattr, module, "forward", own)
                 )
                 module.forward = _per_document(own)
-        in_pieces = any(_is_taken_apart(module) for module in found.values())
+        in_pieces = any(is_taken_apart(module) for module in found.values())
         entry = _Entry(positions, in_pieces)
         hooks = (
             root.register_forward_pre_hook(entry.enter, with_kwargs=True, prepend=True),
@@ -444,7 +444,7 @@ def _carrying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _is_taken_apart(mixer: nn.Module) -> bool:
+def is_taken_apart(mixer: nn.Module) -> bool:
     """Return whether a fused kernel would take a weight past a module that does more than to multiply by it."""
     for name, kinds in PAST.items():
         if not isinstance(module := getattr(mixer, name, None), nn.Module):

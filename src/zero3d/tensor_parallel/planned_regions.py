@@ -30,10 +30,9 @@ from torch import nn
 
 from zero3d.activations.segments import Recomputed
 from zero3d.distributed.degrees import Degrees
-from zero3d.tensor_parallel.mixers import Groups
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
-from zero3d.tensor_parallel.traffic import FP32, Region, loss_region, tensor_traffic
+from zero3d.tensor_parallel.traffic import Region, SharedGroups, group_regions, loss_region, tensor_traffic
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
@@ -105,7 +104,7 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
             copied.clear()  # the latent is another matrix's input
             yield Region(name, "", "all_reduce", _get(uncut.model, parent).qk_rope_head_dim)
         elif kind == "own_groups":
-            yield from _of_groups(name, module, Groups(style.blocks, size, module.ssm_state_size))
+            yield from group_regions(name, shared_groups(module, style.blocks), size)
         elif isinstance(module, nn.Module) and (
             kind in ROWWISE or kind in ("embedding_rowwise", "all_reduce", "moe_tp_experts")
         ):
@@ -113,13 +112,10 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
             yield from _reduced(uncut, name, kind, module, sliced)
 
 
-def _of_groups(name: str, mixer: Any, groups: Groups) -> Iterator[Region]:
-    """Yield the regions of a Mamba2 mixer whose ranks share groups; those of its matrices are theirs."""
-    if groups.shared:
-        filters = sum(p[0].numel() for p in mixer.conv1d.parameters())
-        yield Region(f"{name}.in_proj", "all_gather", "reduce_scatter", groups.width, fixed=groups.width * filters)
-        if not isinstance(mixer.norm, nn.Identity):
-            yield Region(f"{name}.norm", "all_reduce", "all_reduce", groups.total, FP32)
+def shared_groups(mixer: Any, total: int) -> SharedGroups:
+    """Return what ranks may share of a Mamba2 mixer of so many groups, as it is before it is cut."""
+    filters = sum(p[0].numel() for p in mixer.conv1d.parameters())
+    return SharedGroups(total, mixer.ssm_state_size, filters, not isinstance(mixer.norm, nn.Identity))
 
 
 def _reduced(uncut: UncutModel, name: str, kind: str, module: nn.Module, sliced: bool) -> Iterator[Region]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero3d.account.traffic import Moved
@@ -32,6 +33,31 @@ class Region(NamedTuple):
 def loss_region(name: str, size: int) -> Region:
     """Return what a loss of local logits sends: two numbers per token to each of the other ranks (vocabulary.py)."""
     return Region(name, "all_gather", "", LOSS * size, FP32)
+
+
+@dataclass(frozen=True)
+class SharedGroups:
+    """What is shared of a Mamba2 mixer where it has fewer groups than there are ranks (mixers.py).
+
+    total    groups
+    states   channels of B, and of C, for each
+    filters  numbers of the convolution for each channel
+    normed   its norm is over groups
+    """
+
+    total: int
+    states: int
+    filters: int
+    normed: bool
+
+
+def group_regions(name: str, groups: SharedGroups, size: int) -> Iterator[Region]:
+    """Yield what a Mamba2 mixer sends beside inputs and outputs: nothing where ranks have whole groups."""
+    if size > groups.total:
+        width = 2 * groups.total * groups.states
+        yield Region(f"{name}.in_proj", "all_gather", "reduce_scatter", width, fixed=width * groups.filters)
+        if groups.normed:
+            yield Region(f"{name}.norm", "all_reduce", "all_reduce", groups.total, FP32)
 
 
 def partial_traffic(elements: int, n: int, width: int) -> Moved:

@@ -32,6 +32,7 @@ from zero3d.tools.plan.search import Row
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.tools.plan.tier_time import chosen_executor, executor_note, record_width
 from zero3d.tools.plan.weights import weights_note, with_weights
+from zero3d.tools.sim.mixer_kernels import installed
 from zero3d.tools.sim.model_spec import trace
 from zero3d.train.folder import Folder
 from zero3d.train.memory_report import Advice, Remedy, Shortage
@@ -141,7 +142,8 @@ def plan_late(config: Config, mesh: Mesh) -> PlannedRun | str:
 def _planned(config: Config, model: nn.Module, mesh: Mesh) -> PlannedRun:
     hardware = run_cluster(config, mesh)
     plan = plan_of(config, mesh.world)
-    spec = trace(model, config.data.length, config.model.path, bool(config.data.packing))
+    kernels = () if mesh.device.type == "cpu" else installed(model)
+    spec = trace(model, config.data.length, config.model.path, bool(config.data.packing), kernels)
     return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
 
 

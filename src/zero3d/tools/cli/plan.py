@@ -43,6 +43,7 @@ from zero3d.tools.plan.estimate import device_at_least, evaluate
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
+from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import EXAMPLE
 from zero3d.tools.plan.search import (
     GOALS,
@@ -152,7 +153,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
     optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
     limit = limit_of(arguments, cluster)
-    model = open_model(arguments, path, file)
+    model = open_model(arguments, path, file, cluster.gpu.name != CPU)
     tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
     sequences = _sequences(arguments, model, cluster, file)
     target = Target(sequences, limit, arguments.goal, arguments.offload, optimizer, quantize)
@@ -211,10 +212,13 @@ def search_text(progress: Progress, seconds: float) -> str:
     return f"{text}; best so far {best.estimate.seconds.mid:.3g} s a step: {plan_text.short(best.plan)}"
 
 
-def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | None = None) -> ModelSpec:
+def open_model(
+    arguments: argparse.Namespace, path: str | None, file: RunFile | None = None, kernels: bool = False
+) -> ModelSpec:
     """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError.
 
-    file  a run's, whose model it is
+    file     a run's, whose model it is
+    kernels  its mixers call kernels, as on a card
     """
     length = None if arguments.seq is None else tokens_of(arguments.seq)
     if length is not None and length < 2:
@@ -229,11 +233,12 @@ def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | 
         return of_params(parse_params(arguments.params), length or MOST)
     lora = lora_of(arguments.lora) if arguments.lora else None
     if file is not None:
-        return file.model(length, lora)
+        return file.model(length, lora, kernels)
     if arguments.quantize and lora is None:
         raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
-    return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=format_of(arguments.quantize))
+    quantize = format_of(arguments.quantize)
+    return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=quantize, kernels=kernels)
 
 
 def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:

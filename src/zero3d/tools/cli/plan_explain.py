@@ -23,6 +23,7 @@ from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.margin import Ends, Range, ends
 from zero3d.tools.plan.memory import instants
+from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import Rollout, split
 from zero3d.tools.plan.search import Row, resized, tp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
@@ -98,6 +99,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         packed=bool(config.data.packing),
         freeze=config.freeze,
         quantize=config.model.quantize,
+        kernels=cluster.gpu.name != CPU,
     )
     try:
         check(model, plan, cluster)

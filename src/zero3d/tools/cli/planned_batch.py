@@ -14,6 +14,7 @@ from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster, named
 from zero3d.tools.plan.margin import usable
+from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec
 
 MOST = 64  # sequences of a micro-batch
@@ -76,8 +77,8 @@ def cluster_of_these(
     return cluster(name, ranks, nodes or max(1, ranks // int(module.device_count())), config.plan.cluster)
 
 
-def model_of(config: Config) -> ModelSpec:
-    """Trace the model of a configuration. Raises ConfigError."""
+def model_of(config: Config, kernels: bool = False) -> ModelSpec:
+    """Trace the model of a configuration, with mixers as kernels or in torch. Raises ConfigError."""
     from zero3d.tools.sim.model_spec import open_spec
 
     return open_spec(
@@ -88,12 +89,13 @@ def model_of(config: Config) -> ModelSpec:
         bool(config.data.packing),
         config.freeze,
         quantize=config.model.quantize,
+        kernels=kernels,
     )
 
 
 def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tuple[int, Estimate]]:
     """Yield each micro-batch that the batch can be made of, with what it takes."""
-    model, micro_batch = model_of(config), 1
+    model, micro_batch = model_of(config, hardware.gpu.name != CPU), 1
     while micro_batch <= MOST:
         try:
             plan = plan_of(replace(config, train=replace(config.train, micro_batch=micro_batch)), ranks)

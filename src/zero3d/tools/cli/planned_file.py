@@ -48,10 +48,11 @@ class RunFile(NamedTuple):
             )
         return cls(read_tree(Path(words)), config)
 
-    def model(self, length: int | None, lora: Lora | None) -> ModelSpec:
+    def model(self, length: int | None, lora: Lora | None, kernels: bool = False) -> ModelSpec:
         """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
 
         length, lora  instead of the file's
+        kernels       mixers call kernels, as on a card
         """
         config = self.config
         model = open_spec(
@@ -62,6 +63,7 @@ class RunFile(NamedTuple):
             packed=bool(config.data.packing),
             freeze=config.freeze,
             quantize=config.model.quantize,
+            kernels=kernels,
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 

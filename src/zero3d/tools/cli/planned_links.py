@@ -18,6 +18,7 @@ from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import read_file
 from zero3d.tools.plan.links import SETTINGS, as_words, crosses, fastest, ways
 from zero3d.tools.plan.margin import usable
+from zero3d.tools.plan.network import CPU
 
 
 def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[str], list[str]]:
@@ -45,7 +46,10 @@ def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[s
     )
     if not crosses(plan, hardware):
         return words, [f"{asked}: no data-parallel axis has several ranks on several hosts; nothing is changed"]
-    found, limit = ways(model_of(config), plan, hardware, evaluate), usable(hardware.gpu.memory)
+    found, limit = (
+        ways(model_of(config, hardware.gpu.name != CPU), plan, hardware, evaluate),
+        usable(hardware.gpu.memory),
+    )
     chosen = fastest(found, hardware, limit, config.plan.links == NARROW)
     settings = as_words(chosen.settings)
     took = f"{asked}: {chosen.name}: {' '.join(settings) or 'nothing is changed'}"

@@ -11,6 +11,7 @@ footprint, windows,         activations of a part; buffers that come and go with
 in_flight, inputs, memory   when a backward begins; inputs kept in parts or on the host; the fullest instant of all
 traffic                     what a rank sends
 sequence                    what ranks that share sequences keep and send around attention
+mixers                      what kernels of recurrences and convolutions compute, make and keep
 kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `time`: of a step
 rollout                     a step of reinforcement learning, and its stream of weights
 saves                       bytes of the copy that a save behind training writes

@@ -20,7 +20,7 @@ from zero3d.tools.plan.profiles import Profile, profile
 from zero3d.tools.plan.rank_model import rank_model
 from zero3d.tools.plan.search import ep_refused, shard_refused
 from zero3d.tools.plan.sequence import sp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
+from zero3d.tools.plan.spec import AS_KERNELS, IN_TORCH, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.tools.plan.states import check_rules, with_algorithm
 from zero3d.tools.plan.tier_time import chosen_executor, executor_note
 from zero3d.tools.plan.time import step_seconds
@@ -36,6 +36,8 @@ UNEVEN = (
     "rank; zero3d compare prints a run's expert load"
 )
 TILED = "train.tiled_loss=auto computes the next-token loss in tiles here, without {:.1f} GB of logits"
+KERNELS = "mixers priced as kernels of fla, mamba_ssm and causal_conv1d, by formula; not compared with a published run"
+ONE_DOCUMENT = "mixers priced in torch, with one document in each row: of packed rows they scan each document by itself"
 UNPACKED = "planned with one document per sequence: data.packing=true keeps a mask and repeated key-value heads, too"
 
 
@@ -120,6 +122,10 @@ def _notes(
         notes.append(EAGER)
     if model.provenance.startswith("traced") and "packed" not in model.provenance:
         notes.append(UNPACKED)
+    if AS_KERNELS in model.provenance:
+        notes.append(KERNELS)
+    elif IN_TORCH in model.provenance and "packed" in model.provenance:
+        notes.append(ONE_DOCUMENT)
     if "text alone" in model.provenance:
         notes.append(TEXT)
     if beyond := BEYOND.search(model.provenance):

@@ -7,6 +7,8 @@
                       has `imbalance` times the mean's rows; packed ones are computed once more in backward
     attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again)
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
+    mixers' kernels   flops as of flash attention, and bytes that they move / bandwidth (mixers.py); of these backward
+                      twice
     the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
 
 e and a are what kernels reach of a card's peak; small matrices lose by their bytes. constants.py says
@@ -302,6 +304,8 @@ def _part_work(shape: Shape, run: _Run) -> PartWork:
     else:
         flash = flops / (rates.flash * speed * gpu.flops)
         attention = Work(flash, kernels.flash_backward * flash)
+    moved = operations.moved * tokens / tp / bandwidth
+    attention = Work(attention.forward + moved, attention.backward + 2 * moved)
     whole = operations.kept_whole / (tp if by.sequence_parallel else 1)
     kept = (operations.kept_cut - operations.attention) / tp + whole
     rest = kernels.rest_passes * kept * tokens / bandwidth

@@ -30,9 +30,11 @@ from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW
 from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords, placed
 from zero3d.spec.tiers import HOST, TIERS, Figure
+from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.constants import constant
 
 KINDS = ("embedding", "block", "head")
+AS_KERNELS, IN_TORCH = "mixers as kernels", "mixers in torch"  # in the provenance of a model that has mixers
 ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here follows
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
@@ -137,6 +139,7 @@ class Operations:
     transient  bytes alive at the peak of its backward beyond the kept ones; tp divides them
     instants   those that may be the fullest of its backward, where they are known better than by `transient`
     over_tp    what holds where tp > 1, if that is not this divided
+    moved      bytes that kernels of mixers read and write in a forward (mixers.py); tp divides them
     """
 
     matrices: float
@@ -150,6 +153,7 @@ class Operations:
     transient: float = 0.0
     instants: tuple[Instant, ...] = ()
     over_tp: Operations | None = None
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,8 @@ class Part:
     attends     a block has attention; it may have convolutions and scans beside it, or in its place, of one sequence in
                 a 2-byte run
     dispatched  operations and activations where tokens are sent to experts; None of a part without any
+    single      a block of one module, attention, a mixer or an MLP: tp ranks meet once in it, not twice
+    groups      what tp ranks may share of its Mamba2 mixer
     """
 
     kind: str
@@ -170,6 +176,8 @@ class Part:
     attends: bool = True
     convolutions: tuple[Halo, ...] = ()
     scans: tuple[Scanned, ...] = ()
+    single: bool = False
+    groups: SharedGroups | None = None
 
     def __hash__(self) -> int:
         """Return the hash, computed once."""
@@ -177,7 +185,8 @@ class Part:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.units, self.operations, self.active, self.dispatched, self.mixes))
+        more = self.mixes, self.single, self.groups
+        return hash((self.kind, self.units, self.operations, self.active, self.dispatched, *more))
 
     @property
     def mixes(self) -> tuple[bool, tuple[Halo, ...], tuple[Scanned, ...]]:
@@ -194,7 +203,8 @@ class Part:
             (unit.name.removeprefix(outer), unit.copy_of, *(weight.unnamed for weight in unit.weights))
             for unit in self.units
         ]
-        return hash((tuple(units), self.operations, self.active, self.dispatched, self.mixes))
+        more = self.mixes, self.single, self.groups
+        return hash((tuple(units), self.operations, self.active, self.dispatched, *more))
 
     @cached_property
     def numel(self) -> int:

@@ -39,7 +39,7 @@ from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic
 from zero3d.spec.mesh import Mesh
-from zero3d.tensor_parallel.traffic import Region, loss_region, partial_traffic, tensor_traffic
+from zero3d.tensor_parallel.traffic import Region, group_regions, loss_region, partial_traffic, tensor_traffic
 from zero3d.tools.plan.decided import policy_of
 from zero3d.tools.plan.in_flight import actions_of_rank
 from zero3d.tools.plan.inputs import in_parts
@@ -206,9 +206,12 @@ def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: i
         if in_parts(plan) and i % (every or 1) == 0:
             yield Region("", "", "all_gather", hidden)
         ends = every is not None and ((i + 1) % every == 0 or i + 1 == len(blocks))
-        for last in (False, True) if _cut_mlp(blocks[i], plan) else (False,):  # attention, MLP
+        for last in _modules(blocks[i], plan):
             yield Region("", *enter, hidden, again=every is not None)
             yield Region("", *leave, hidden, again=every is not None and not (last and ends))
+        if (groups := blocks[i].groups) is not None:
+            again = every is not None or plan.activations == "selective"
+            yield from (region._replace(again=again) for region in group_regions("", groups, plan.tp))
     if blocks and sliced:
         yield Region("", "", "all_gather", hidden)
         yield Region("", "all_gather", "", hidden)
@@ -218,6 +221,13 @@ def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: i
         elif part.kind == "head":
             yield Region("", "", "all_reduce", hidden)
             yield loss_region("", plan.tp)
+
+
+def _modules(block: Part, plan: ParallelPlan) -> tuple[bool, ...]:
+    """Return, for each module of a block that tp cuts, whether it is the last of two or the only one."""
+    if block.single:
+        return (True,)
+    return (False, True) if _cut_mlp(block, plan) else (False,)  # attention, MLP
 
 
 def _cut_mlp(block: Part, plan: ParallelPlan) -> bool:

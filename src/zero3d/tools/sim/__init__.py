@@ -12,6 +12,7 @@ repeats     how many micro-batches of a step must be run to know all of them
 rank        one rank of a configuration, in a process of its own; `request` is its input
 simulate    one rank of each class of a mesh
 result      what comes out, with JSON round trip
+mixer_kernels  kernels of recurrences and convolutions, which a card would run
 orders      the actions of every pipeline stage; `gantt` when they work and wait
 chrome      all of it for chrome://tracing or Perfetto
 model_spec  a model as the planner sees it; `units`, `figures`, `live`, `stand_ins` are its parts

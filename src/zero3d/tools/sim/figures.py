@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ from zero3d.spec.mesh import EXACT
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tools.sim.images import Images
 from zero3d.tools.sim.live import StorageTracker
+from zero3d.tools.sim.mixer_kernels import as_kernels
 from zero3d.tools.sim.patches import around, replaced, without_values
 from zero3d.tools.sim.stand_ins import SilentAxis, empty_like
 from zero3d.tools.sim.units import RUN, PartNames
@@ -66,6 +67,7 @@ class Figures:
     curve      (bytes that follow the tokens, bytes of gradients and decoded matrices) beyond what was kept, at
                every event of its backward (the head: of its forward, too)
     convolutions, scans  of hybrids, as mesh.sp would share them out
+    moved      bytes that kernels of mixers read and write in its forward
     """
 
     kept: float
@@ -76,6 +78,7 @@ class Figures:
     scores: float
     convolutions: tuple[Halo, ...] = ()
     scans: tuple[Scanned, ...] = ()
+    moved: float = 0.0
 
 
 class OutputForms(dict[int, bool]):
@@ -139,6 +142,7 @@ def measure(
     packed: bool = False,
     images: Images | None = None,
     dispatched: bool = False,
+    kernels: Collection[str] = (),
 ) -> dict[Any, Figures]:
     """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
 
@@ -146,6 +150,7 @@ def measure(
     packed  every sequence is of several documents, which attention keeps apart by a mask
     images  one in every sequence; the tower that reads it counts with the embedding
     dispatched  tokens are sent to experts, as many to each as to any other
+    kernels  names of functions by which mixers call a kernel (mixer_kernels.py)
     """
     reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
@@ -175,8 +180,8 @@ def measure(
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
         replace_functions(run)
-        mixing = during(Told(shared=recorder.mix)) if mixers(run) else nullcontext()
-        with fake, live, recorder.constants(), mixing:
+        mixing = during(Told(shared=recorder.mix)) if mixers(run) and not kernels else nullcontext()
+        with fake, live, recorder.constants(), mixing, as_kernels(run, kernels, packed):
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
@@ -322,6 +327,7 @@ class _Recorder:
             sum(n for n, scores in flops if scores),
             tuple(each for each in self._mixed[part] if isinstance(each, Halo)),
             tuple(each for each in self._mixed[part] if isinstance(each, Scanned)),
+            sum(n for at, n in self._live.moved if begin <= at < end),
         )
 
     def _forward_of(self, part: Any) -> tuple[int, int]:

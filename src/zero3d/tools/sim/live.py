@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero3d.tools.sim.flops import FORMULAS
 
-SCORES = ("attention", "bmm")  # in the names of operators whose factors are both activations
+SCORES = ("attention", "bmm", "mixer_products")  # in the names of operators whose factors are both activations
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,6 +28,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     marks     (instant, what happens): an instant is a position in `events`
     shapes    number of a storage -> shape of the tensor it was made for
     flops     (instant, operations, whether they are attention's scores)
+    moved     (instant, bytes that kernels of mixers read and write)
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks: dict[Any, int] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.flops: list[tuple[int, float, bool]] = []
+        self.moved: list[tuple[int, float]] = []
         self._numbers: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
 
@@ -81,3 +83,5 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             counted = formula(*args, **kwargs, out_val=out)
             self.flops.append((len(self.events), counted, any(word in str(func) for word in SCORES)))
+            if "mixer_products" in str(func):
+                self.moved.append((len(self.events), args[2]))

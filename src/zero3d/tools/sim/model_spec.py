@@ -9,7 +9,7 @@ paths of tp = 1 are others than those of tp > 1 (its loss, above all), so both h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -24,7 +24,7 @@ from zero3d.activations.targets import mixers_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.bases import config_number, decoder_of, sees_images
-from zero3d.models.mixing import mixers
+from zero3d.models.mixing import mixers, mixing_files
 from zero3d.models.quantised_folders import stored_format
 from zero3d.models.recurrences import own_of_recurrences
 from zero3d.models.trained import open_trained
@@ -32,29 +32,37 @@ from zero3d.pipeline.balance import BLIND
 from zero3d.pipeline.split import active_weights, tower_of
 from zero3d.sequence.trial import mixing_layers
 from zero3d.shards.cuts import Cut
+from zero3d.tensor_parallel.parallelize import read_styles
+from zero3d.tensor_parallel.planned_regions import ROWWISE, shared_groups
+from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.search import LONG
-from zero3d.tools.plan.spec import Instant, ModelSpec, Operations, Part
+from zero3d.tools.plan.spec import AS_KERNELS, IN_TORCH, Instant, ModelSpec, Operations, Part
 from zero3d.tools.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.tools.sim.images import find_images, said_of
+from zero3d.tools.sim.mixer_kernels import ALL
 from zero3d.tools.sim.units import PartNames, config_of, find_cuts, find_part_names, units_by_part
 from zero3d.train.setup.losses import tiles_refused
 
+NO_MIXER = (False, None)
 DEGREES = (2, 3, 4, 5, 6, 7, 8)
 LENGTH, MOST = 2048, 4096
 
 
-def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = False) -> ModelSpec:
+def trace(
+    model: nn.Module, length: int, name: str = "", packed: bool | None = False, kernels: Collection[str] = ()
+) -> ModelSpec:
     """Make the spec of a model for sequences of `length` tokens; those of a model that takes images have one each.
 
     model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
     packed   sequences are of several documents each (data.packing); None: those of a model that takes no images
+    kernels  names by which mixers call a kernel, as on a card (mixer_kernels.py); the others run in torch
     Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
     """
     part_names = find_part_names(model)
     spec = _outline(model, part_names, length, name)
     packed = not sees_images(model) if packed is None else packed
     images = find_images(model, length, packed)
-    traced = partial(measure, packed=packed, images=images)
+    traced = partial(measure, packed=packed, images=images, kernels=kernels)
     figures = _figures(model, part_names, length, spec, traced)
     apart = _figures(model, part_names, length, spec, partial(traced, dispatched=True)) if spec.stacked else None
     names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
@@ -63,16 +71,20 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = F
     ]
     eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
     hybrid = bool(mixers(model))
+    shared = figures  # what mesh.sp shares out of mixers is of pieces, which a fused kernel has not
+    if hybrid and kernels:
+        shared = _figures(model, part_names, length, spec, partial(measure, packed=packed, images=images))
     for i, block in enumerate(part_names.blocks, 1):
         again = 2.0 * sum(map(_in_products, dict(mixers_in(model.get_submodule(block))).values()))
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
-        found = figures[0][1][names[i]]
+        found = shared[0][1][names[i]]
         attends = not hybrid or _attends(model.get_submodule(block))
         parts[i] = replace(parts[i], attends=attends, convolutions=found.convolutions, scans=found.scans)
         if apart is not None and parts[i].stacked:
             dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
             parts[i] = replace(parts[i], dispatched=dispatched)
-    provenance = ["traced", "packed" * packed, said_of(model, images)]
+    mixed = bool(mixing_files(model)) * (AS_KERNELS if kernels else IN_TORCH)
+    provenance = ["traced", "packed" * packed, mixed, said_of(model, images)]
     return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
 
 
@@ -101,9 +113,12 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
     units = units_by_part(model, part_names, _cuts(model, part_names))
     blocks = [active_weights(model.get_submodule(block), config).active for block in part_names.blocks]
     kinds = ["embedding", *("block" for _ in blocks), "head"]
+    meetings = [NO_MIXER, *_meetings(model, part_names), NO_MIXER]
     parts = tuple(
-        Part(kind, part_units, Operations(0.0), active)
-        for kind, part_units, active in zip(kinds, units, [None, *blocks, None], strict=True)
+        Part(kind, part_units, Operations(0.0), active, single=single, groups=groups)
+        for kind, part_units, active, (single, groups) in zip(
+            kinds, units, [None, *blocks, None], meetings, strict=True
+        )
     )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     table = max(tables, key=lambda m: m.weight.numel(), default=None)
@@ -142,6 +157,7 @@ def open_spec(
     freeze: tuple[str, ...] | None = None,
     beyond: bool = False,
     quantize: str | None = None,
+    kernels: bool = False,
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
@@ -150,6 +166,7 @@ def open_spec(
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
+    kernels  mixers call kernels, as on a card
     quantize  the format of frozen linear layers, as model.quantize; None: that of a folder which has them in one
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
@@ -171,7 +188,7 @@ def open_spec(
             f"{path}: sequences of {length:,} tokens are more than the model's {positions:,} positions: pass --seq "
             f"{positions} or less (data.length in a file)."
         )
-    spec = trace(model, length, path, packed)
+    spec = trace(model, length, path, packed, ALL if kernels else ())
     return replace(spec, provenance=f"{spec.provenance}, beyond its {positions:,} positions") if more else spec
 
 
@@ -181,6 +198,30 @@ def _computes_positions(model: nn.Module) -> bool:
 
 
 # --- tensor parallelism -------------------------------------------------------------------------
+
+
+def _meetings(model: nn.Module, part_names: PartNames) -> list[tuple[bool, SharedGroups | None]]:
+    """Return, for every block, whether tp ranks meet once in it, and what they may share of a Mamba2 mixer.
+
+    Known of models with mixers alone: blocks of others have attention and an MLP.
+    """
+    if not mixing_files(model):
+        return [NO_MIXER] * len(part_names.blocks)
+    try:
+        styles = read_styles(model)
+    except ConfigError:
+        return [NO_MIXER] * len(part_names.blocks)
+    meetings = []
+    for block in part_names.blocks:
+        inside = {name: style for name, style in styles.items() if name.startswith(block + ".")}
+        leaves = {name.rpartition(".")[0] for name, style in inside.items() if style.kind in ROWWISE}
+        grouped = [
+            shared_groups(model.get_submodule(name), style.blocks)
+            for name, style in inside.items()
+            if style.kind == "own_groups"
+        ]
+        meetings.append((len(leaves) == 1, grouped[0] if grouped else None))
+    return meetings
 
 
 def _cuts(model: nn.Module, part_names: PartNames) -> dict[str, Cut]:
@@ -222,7 +263,8 @@ def _operations(part: Any, figures: list[tuple[int, dict[Any, Figures]]], length
     if len(by_degree) == 1:
         return alone
     over = _solved(by_degree[1], by_degree[-1] if len(by_degree) == 3 else by_degree[0], length)
-    return replace(alone, kept_cut=over.kept_cut, kept_whole=_sum(alone) - over.kept_cut, over_tp=over)
+    cut = min(over.kept_cut, _sum(alone))  # over tp, pieces of a fused kernel keep more than it does
+    return replace(alone, kept_cut=cut, kept_whole=_sum(alone) - cut, over_tp=over)
 
 
 def _sum(operations: Operations) -> float:
@@ -247,6 +289,7 @@ def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) 
         tp * one.scores / length,
         *solve(one.kept, None if other is None else other.kept),
         attention=tp * one.attention / length,
+        moved=tp * one.moved / length,
         input=one.entering / length,
         transient=most.cut + most.whole,
         instants=tuple(instants),

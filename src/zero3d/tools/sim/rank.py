@@ -37,6 +37,7 @@ from zero3d.sequence.group import check_sequence
 from zero3d.shards.boxes import Box
 from zero3d.tools.sim.group import FakeMesh, fake_group
 from zero3d.tools.sim.images import TEXT_ALONE, find_images, said_of
+from zero3d.tools.sim.mixer_kernels import ALL, as_kernels
 from zero3d.tools.sim.observe import Observation, blank_batches, observe
 from zero3d.tools.sim.orders import orders
 from zero3d.tools.sim.patches import standing_in
@@ -134,8 +135,10 @@ def _observed(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observa
         def make_batches() -> list[dict[str, Any]]:
             return blank_batches(batch.accumulate, shape, bool(config.data.packing), options, images)
 
+        kernels = () if mesh.on_cpu else ALL
         try:
-            return observe(mesh, build, make_batches, run), said
+            with as_kernels(models[0].module, kernels, bool(config.data.packing)):
+                return observe(mesh, build, make_batches, run), said
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             tower = said == TEXT_ALONE and config.zero.stage == 3
             who = "its vision tower, which runs at every step of stage 3," if tower else "its forward"
