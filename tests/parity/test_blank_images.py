@@ -261,6 +261,16 @@ def test_images_are_answered_as_by_the_model_itself(ranks, name, stage):
     assert found == [[*each, *each, after] for each, after in zip(wanted, trained, strict=True)]
 
 
+def generate_in_bf16(name):
+    engine = zero3d.Engine(model(name), stage=3, precision="bf16", optimizer=adamw)
+    return len(generate(engine, batches(name)[0][0])[0])
+
+
+def test_images_in_fp32_are_answered_in_bf16(ranks):
+    """By Llama 4, too, whose tower casts nothing."""
+    assert ranks(1, generate_in_bf16, "llama4") == [24 + 4]
+
+
 def test_what_a_rank_of_text_owes_a_generation_is_run_once_and_not_behind_one_that_fails(monkeypatch):
     """Of a model that takes no encoded images: its tower runs in the first forward that has a cache."""
     monkeypatch.setattr(images, "ENCODED", "none")
