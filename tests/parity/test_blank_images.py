@@ -10,8 +10,9 @@ from vision import EVERY, WITH_VIDEOS, micro_batch, model, text_alone, videos_al
 
 import zero3d
 from zero3d.activations import recompute
-from zero3d.engine.tower_calls import TowerCalls
+from zero3d.engine.tower_calls import GENERATION, TowerCalls
 from zero3d.errors import ConfigError
+from zero3d.models import images
 from zero3d.models.images import CALLS, BlankImages, tower_parameters
 from zero3d.tools.vision.tiny import micro_batch as tiny_micro_batch, tiny_model
 
@@ -258,6 +259,51 @@ def test_images_are_answered_as_by_the_model_itself(ranks, name, stage):
     trained = [generate(plain.eval(), shown) for shown in batches(name)[3]]
     found = ranks(2, generate_on_a_rank, name, stage)
     assert found == [[*each, *each, after] for each, after in zip(wanted, trained, strict=True)]
+
+
+def generate_in_bf16(name):
+    engine = zero3d.Engine(model(name), stage=3, precision="bf16", optimizer=adamw)
+    return len(generate(engine, batches(name)[0][0])[0])
+
+
+def test_images_in_fp32_are_answered_in_bf16(ranks):
+    """By Llama 4, too, whose tower casts nothing."""
+    assert ranks(1, generate_in_bf16, "llama4") == [24 + 4]
+
+
+def test_what_a_rank_of_text_owes_a_generation_is_run_once_and_not_behind_one_that_fails(monkeypatch):
+    """Of a model that takes no encoded images: its tower runs in the first forward that has a cache."""
+    monkeypatch.setattr(images, "ENCODED", "none")
+    given, runs = model("llava").eval(), []
+    blanks = BlankImages(given)
+    given.model.vision_tower.register_forward_pre_hook(lambda *_: runs.append(1))
+    ids = torch.arange(3, 9).view(1, 6)
+    with blanks.generating({}):
+        given.generate(ids, max_new_tokens=3, do_sample=False)
+    assert len(runs) == 1
+    with pytest.raises(KeyError), blanks.generating({}):
+        raise KeyError
+    given.generate(ids, max_new_tokens=3, do_sample=False)
+    assert len(runs) == 1
+
+
+def held_behind_a_generation(name):
+    """Units that are still held for a generation behind it, and behind one that fails; how many are held inside."""
+    engine, rank = zero3d.Engine(model(name), stage=3, precision="fp32", optimizer=adamw), torch.distributed.get_rank()
+
+    def held():
+        return [unit.name for unit in engine.units if GENERATION in unit.users]
+
+    generate(engine, batches(name)[0][rank], keep_full=False)
+    behind = held()
+    with pytest.raises(KeyError), engine.blanks.generating({}):
+        inside = len(held())
+        raise KeyError
+    return behind, inside, held()
+
+
+def test_line_ends_of_images_are_released_behind_a_generation(ranks):
+    assert ranks(2, held_behind_a_generation, "llava_next") == [([], 1, [])] * 2
 
 
 def train_without_tower():

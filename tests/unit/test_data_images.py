@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from zero3d.data.image_files import BadImage, decode, size_of
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.json_list import list_items
-from zero3d.data.kept_images import Pictures
+from zero3d.data.kept_images import ImageWriter, KeptImages, Pictures
 from zero3d.data.mixture import Member, Mixture
 from zero3d.data.modality import ModalityOrder, mixed
 from zero3d.data.orders import MixedOrder, Order
@@ -553,13 +554,13 @@ def test_a_processor_with_the_models_numbers_is_tried_once(tmp_path, monkeypatch
 def test_a_model_with_more_features_than_tokens_is_asked_itself(tmp_path, monkeypatch):
     folder = save_model(tmp_path)
     raw = image_trial._tried
-    monkeypatch.setattr("zero3d.models.image_trial._tried", lambda *given: (more(raw(*given)[0]), ()))
+    monkeypatch.setattr("zero3d.models.image_trial._tried", lambda *given: more(raw(*given)))
     vision_of(folder)
 
 
-def more(features):
-    features.pooler_output = torch.zeros(1, 9, 16)
-    return features
+def more(tried):
+    tried.features.pooler_output = torch.zeros(1, 9, 16)
+    return tried
 
 
 def test_a_model_without_a_tower_is_refused_where_the_data_have_images(tmp_path):
@@ -568,6 +569,24 @@ def test_a_model_without_a_tower_is_refused_where_the_data_have_images(tmp_path)
     (tmp_path / "model" / "config.json").write_text(json.dumps(text))
     with pytest.raises(ConfigError, match=r"the data have images, and LlamaForCausalLM of model\.path=.* takes none"):
         vision_of(tmp_path / "model")
+
+
+def test_a_model_whose_config_has_no_tower_is_refused_where_the_data_have_images(tmp_path):
+    """Its forward takes images all the same."""
+    vision.model("gemma4", vision_config=None).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"the data have images, and Gemma4ForConditionalGeneration of .* takes none"):
+        vision_of(tmp_path)
+
+
+def test_a_place_of_several_lines_is_kept_in_one(tmp_path):
+    """As where a file's name has an end of line: the records behind it keep their places."""
+    files = ExitStack()
+    with files:
+        writer = ImageWriter(lambda name: files.enter_context((tmp_path / name).open("wb")))
+        for place in ("a\nb.json, record 1", "c.json, record 2"):
+            writer.add(Pictures(("x.png",), ((8, 8),), 4, 1, place))
+    kept = KeptImages(tmp_path)
+    assert [kept.place(0), kept.place(1)] == ["a b.json, record 1", "c.json, record 2"]
 
 
 NAMES = [

@@ -19,6 +19,7 @@ from zero3d.sequence.group import check_sequence
 from zero3d.spec.formats import FORMATS
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tools.cli.main import main
+from zero3d.tools.cli.models import _of_type
 from zero3d.train.setup.support import support_of
 
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -184,3 +185,10 @@ def test_a_wrong_name_gets_the_nearest(capsys):
     said = capsys.readouterr().err
     assert "Did you mean 'gpt_oss'?" in said
     assert main(["models", "demo", "--families"]) == 2
+
+
+@pytest.mark.long
+def test_a_type_of_images_whose_usual_sizes_fit_no_model_is_asked_about_by_a_tiny_one():
+    model = _of_type("granite4_vision")
+    assert type(model).__name__ == "Granite4VisionForConditionalGeneration"
+    assert answers(model)["images"].supported

@@ -414,7 +414,8 @@ class Engine:
         by name. Any other model has these three.
         """
         ids = input_ids.to(self.mesh.device)
-        options = map_tensors(options, lambda t: t.to(self.mesh.device))
+        dtype = self._parts.precision.dtype  # as a forward's hooks cast, which come behind the tower here
+        options = map_tensors(options, lambda t: t.to(self.mesh.device, dtype if t.is_floating_point() else t.dtype))
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
         execution = self._parts.execution
         with (

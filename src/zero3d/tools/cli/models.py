@@ -131,7 +131,8 @@ def _text_support(name: str, folder: Path | None) -> Support | None:
     if os.path.exists(name) or name in PRESETS:
         config = read_config(Path(name)) if os.path.exists(name) else preset(name)
     elif name in CONFIG_MAPPING:
-        config = usual_config(name)
+        model: Any = _of_type(name)
+        config = model.config
     else:
         return None  # a function makes it
     return support_of(build(config, part=TEXT), folder) if text_class(config) else None
@@ -145,7 +146,6 @@ def _bare(name: str) -> nn.Module:
     """Return the model without weights. Raises ConfigError."""
     from transformers import CONFIG_MAPPING
 
-    from zero3d.models.build import build
     from zero3d.models.open import open_bare, open_model
 
     model = Model(path=name, init="random")
@@ -154,13 +154,26 @@ def _bare(name: str) -> nn.Module:
     if os.path.exists(name) or name in PRESETS:
         return open_bare(model).module
     if name in CONFIG_MAPPING:
-        return build(usual_config(name))
+        return _of_type(name)
     near = nearest(name, [*PRESETS, *CONFIG_MAPPING])
     hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(
         f"{short(name)!r} is not a folder, a config.json, a preset, module:function or a model_type of the installed "
         f"transformers.{hint} {FETCH}"
     )
+
+
+def _of_type(kind: str) -> nn.Module:
+    """Return a model of a type with its usual sizes; where those fit no model, a tiny one of images and text."""
+    from zero3d.models.build import build
+    from zero3d.tools.vision.tiny import tiny_model, types
+
+    try:
+        return build(usual_config(kind))
+    except ConfigError:
+        if kind not in types():
+            raise
+        return tiny_model(kind)
 
 
 def usual_config(kind: str) -> Any:
