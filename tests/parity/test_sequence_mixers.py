@@ -13,7 +13,7 @@ from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.models.packing import tell
 from zero3d.sequence.group import check_sequence
-from zero3d.sequence.shares import Cut, Halo, Scanned, even_parts, needed
+from zero3d.sequence.shares import Cut, Halo, Scanned, States, even_parts, needed
 
 long = partial(pytest.param, marks=pytest.mark.long)
 LENGTH = 29  # of no 2, 3 or 4 ranks' equal parts
@@ -116,6 +116,10 @@ CASES = (
     long("qwen3_5_text", 2, {"accumulate": 2, "dp": 4, "stage": 3}),
     long("bamba", 2, {"accumulate": 2, "given": {"masked": True}}),
     long("mamba2", 2, {"accumulate": 2, "given": {"masked": True}}),
+    ("qwen3_5_text", 2, {"sp_mixers": "prefix"}),
+    *(long(name, sp, {"sp_mixers": "prefix"}) for sp in (2, 3, 4) for name in ("mamba2", "kimi_linear", "qwen3_next", "jamba")),
+    long("qwen3_5_text", 3, {"sp_mixers": "prefix", "accumulate": 2, "activations": "full"}),
+    long("mamba2", 3, {"sp_mixers": "prefix", "sizes": ONE_GROUP, "accumulate": 2, "activations": "full"}),
     long("qwen3_5_text", 2, {"freeze": "conv1d"}),
     long("bamba", 2, {"freeze": "A_log"}),
     long("lfm2", 2, {"freeze": "layers.0"}),
@@ -169,6 +173,14 @@ def in_stages(name, degrees, accumulate=4, activations="none", **options):
             given = [batch(10 * step + k, 2 + k % 2, packed=k != 1) for k in range(accumulate)]
             found += [float(engine.train_batch(given)), float(engine.last_step.grad_norm)]
     return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "mamba2"])
+def test_mixers_that_tp_cuts_share_sequences_too(ranks, name):
+    (one,) = ranks(1, in_stages, name, {})
+    for found in ranks(4, in_stages, name, {"sp": 2, "tp": 2}):
+        assert found == pytest.approx(one, rel=1e-11)
 
 
 @pytest.mark.long
@@ -240,6 +252,9 @@ def test_what_is_sent_of_a_layer_by_formula():
     assert Halo(1, 8, 10, 3, 2, False).sent(1, 2, backward=True) == Moved()
     cuts = (Cut(4, 3, 2, True), Cut(4, 1, 4, True), Cut(4, 1, 2, True), Cut(2, 2, 2, True), Cut(2, 2, 2, True))
     scan = Scanned(1, 8, 4, cuts, Cut(4, 3, 2, True))
+    states = States(2, 4, 10, 4, True)
+    assert [states.sent(rank, 3, backward=False).elements for rank in range(3)] == [160, 80, 0]
+    assert [states.sent(rank, 3, backward=True).bytes for rank in range(3)] == [0, 320, 640]
     narrow, wide, made = 4 * (2 * 3 + 2 + 2 + 2), 4 * 2, 4 * 2 * 3
     assert scan.sent(0, 2, backward=False) == Moved(3, narrow + wide + made, 2 * narrow + 4 * wide + 2 * made)
     assert scan.sent(1, 2, backward=True) == scan.sent(0, 2, backward=False)

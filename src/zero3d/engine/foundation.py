@@ -259,7 +259,7 @@ def _share_sequences(
     """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
     mesh = options.mesh
     masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
-    sharing = Sharing(sp.size, mesh.sp_kind, exact, masked)
+    sharing = Sharing(sp.size, mesh.sp_kind, exact, masked, mesh.sp_mixers)
     return SequenceGroup(partition.chunks.values(), sp, sharing, speaks, positions)
 
 

@@ -257,7 +257,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check_experts(model, mesh, zero.exact)
     positions = Positions()
     if mesh.sp > 1:
-        positions = check_sequence(model, mesh.sp, mesh.tp, options.mesh.sp_kind)
+        positions = check_sequence(model, mesh.sp, mesh.tp, options.mesh.sp_kind, options.mesh.sp_mixers)
     optimizer, param_groups = options.optimizer, options.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):

@@ -78,6 +78,15 @@ class Documents:
         begins = self.places == 0
         return (begins.cumsum(-1) - 1).to(torch.int32)
 
+    def segments(self, row: int, tokens: range) -> list[range]:
+        """Return the parts of a row's documents that are among these tokens, counted from the first of them."""
+        spans = [(max(a, tokens.start), min(b, tokens.stop)) for where, a, b in self.spans if where == row]
+        return [range(a - tokens.start, b - tokens.start) for a, b in spans if a < b]
+
+    def begins_at(self, row: int, token: int) -> bool:
+        """Return whether a document begins there."""
+        return any(where == row and start == token for where, start, _ in self.spans)
+
     def within(self, tokens: range) -> Part:
         """Return what is known of some tokens of each row."""
         return Part(*(t[:, tokens.start : tokens.stop] for t in (self.places, self.numbers)))

@@ -27,8 +27,9 @@ from zero3d.sequence.entry import Entry, Within
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting, GroupScores, gives_scores
 from zero3d.sequence.mixers import SharedMixers, check_heads
 from zero3d.sequence.positions import Positions
-from zero3d.sequence.shares import Attended, Halo, MaskTooLarge, Scanned, Sharing, even_parts, loss_values
+from zero3d.sequence.shares import Attended, Halo, MaskTooLarge, Scanned, Sharing, States, even_parts, loss_values
 from zero3d.sequence.trial import find_positions, mixing_layers, try_rows
+from zero3d.spec.mesh import HEADS
 from zero3d.tensor_parallel.vocabulary import calls_loss, shifted
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -38,7 +39,7 @@ _numbers = count()  # of groups in this process: each registers its attention un
 class Calls(NamedTuple):
     """Counts calls that are alike: of what mixes tokens by module and direction, of the loss and what it gathers."""
 
-    mixing: Counter[tuple[str, Attended | Halo | Scanned, bool]]
+    mixing: Counter[tuple[str, Attended | Halo | Scanned | States, bool]]
     loss: Counter[tuple[int, int, int]]
 
     def less(self, before: Calls) -> Calls:
@@ -90,7 +91,7 @@ class SequenceGroup:
         functions.register(self._name, self._attention)
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)
-        self._mixers = SharedMixers(comm, models)
+        self._mixers = SharedMixers(comm, models, sharing.mixers)
         told = self._fallback, positions, self._attention.tell, self._mixers.of
         self._entries = [Entry(each, self._own, comm.rank, sharing, *told) for each in decoders]
         for chunk, decoder, entry in zip(chunks, decoders, self._entries, strict=True):
@@ -218,10 +219,10 @@ class SequenceGroup:
         self._forget()
 
 
-def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> Positions:
+def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str, mixers: str = HEADS) -> Positions:
     """Return how a model makes positions; refuse one whose sequences cannot be shared out over sp ranks.
 
-    By heads or by rows. Raises ConfigError.
+    sharing, mixers  mesh.sp_kind and mesh.sp_mixers. Raises ConfigError.
     """
     decoder, inner = decoder_of(model), inner_model(model)
     kind = type(inner).__name__
@@ -264,7 +265,7 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> Position
             f"that it knows, and {kind} mixes them elsewhere, too: {tried.mixing} gives a part of a sequence other "
             "values than the whole. Type mesh.sp=1."
         )
-    if tried.heads is not None:
+    if tried.heads is not None and mixers == HEADS:
         check_heads(f"the recurrences of {kind}", tried.heads, sp)
     if (positions := find_positions(decoder)) is None:
         raise ConfigError(

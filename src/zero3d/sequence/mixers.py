@@ -31,7 +31,9 @@ from zero3d.errors import ConfigError
 from zero3d.models.mixing import SCANS, Call, mixers
 from zero3d.models.packed_documents import Documents, Inside, Shared
 from zero3d.sequence.exchange import passed, to_parts, to_rows
-from zero3d.sequence.shares import Cut, Halo, Scanned, even_parts, needed
+from zero3d.sequence.prefix import STATES, scan_rows
+from zero3d.sequence.shares import Cut, Halo, Scanned, States, even_parts, needed
+from zero3d.spec.mesh import HEADS, PREFIX
 
 
 class Roles(NamedTuple):
@@ -57,13 +59,13 @@ class SharedMixers:
     calls  by name of the module: how often alike ones were forward, and backward
     """
 
-    def __init__(self, comm: Comm, models: Iterable[nn.Module]) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, models: Iterable[nn.Module], kind: str = HEADS) -> None:
+        self._comm, self._kind = comm, kind
         found = {module: name for model in models for name, module in mixers(model).items()}
         self._names = WeakKeyDictionary(found)
         self._name = "-"
         self._hooks = [module.register_forward_pre_hook(self._enter) for module in found]
-        self.calls: dict[str, Counter[tuple[Halo | Scanned, bool]]] = defaultdict(Counter)
+        self.calls: dict[str, Counter[tuple[Halo | Scanned | States, bool]]] = defaultdict(Counter)
 
     def of(self, length: int) -> Shared:
         """Return what runs a call for sequences of so many tokens, which recomputed forwards are told again."""
@@ -92,6 +94,12 @@ class SharedMixers:
             )
         if scan is None:
             return self._convolved(rows, call, documents, inside)
+        _check_states(self._name, call.given)
+        if self._kind == PREFIX and function in STATES:
+            made, noted = scan_rows(rows, function, call, documents, inside, self._comm, self._name)
+            self.calls[self._name][noted, False] += 1
+            self._counted(made[0] if isinstance(made, tuple) else made, noted)
+            return made
         return self._scanned(rows, function, call, documents, inside)
 
     def _convolved(self, rows: Sequence[range], call: Call, documents: Documents | None, inside: Inside) -> Tensor:
@@ -118,7 +126,6 @@ class SharedMixers:
         self, rows: Sequence[range], function: str, call: Call, documents: Documents | None, inside: Inside
     ) -> Any:
         """Scan whole sequences with this rank's heads."""
-        _check_states(self._name, call.given)
         comm, name, scan = self._comm, self._name, SharedScan(function, call)
         parts = even_parts(scan.heads, comm.size)
         check_heads(name, scan.heads, comm.size)
@@ -131,13 +138,13 @@ class SharedMixers:
         output = self._counted(output, noted)
         return (output, *rest) if isinstance(made, tuple) else output
 
-    def _counted(self, made: Tensor, noted: Halo | Scanned) -> Tensor:
+    def _counted(self, made: Tensor, noted: Halo | Scanned | States) -> Tensor:
         """Return it, and note its backward."""
         if made.requires_grad:
             made.register_hook(partial(self._note_backward, self._name, noted))  # type: ignore[no-untyped-call]
         return made
 
-    def _note_backward(self, name: str, noted: Halo | Scanned, _: Tensor) -> None:
+    def _note_backward(self, name: str, noted: Halo | Scanned | States, _: Tensor) -> None:
         self.calls[name][noted, True] += 1
 
 

@@ -65,12 +65,14 @@ class Sharing(NamedTuple):
     masked   bytes that a mask may take
     repeats  keys and values are repeated for each query head in any case, as exact mode does: their gradients are then
              summed in one order at every sp
+    mixers   heads or prefix: how recurrences are shared out
     """
 
     ranks: int
     kind: str
     repeats: bool
     masked: int
+    mixers: str = "heads"
 
     def check_mask(self, elements: int, itemsize: int, length: int) -> None:
         """Refuse a mask that takes more than it may. Raises MaskTooLarge."""
@@ -260,6 +262,27 @@ class Scanned:
         back = own * heads_of_others if backward else others * len(parts[rank])
         moved.append((self.batch * self.made.width * back, self.made.itemsize))
         return Moved.total(Moved(1, elements, elements * itemsize) for elements, itemsize in moved)
+
+
+@dataclass(frozen=True)
+class States:
+    """Describes calls of a scan whose states pass from rank to rank: bytes do not depend on how long sequences are.
+
+    width  of what a head's state becomes over a rank's rows: what is added, and by what it is multiplied before
+    """
+
+    batch: int
+    heads: int
+    width: int
+    itemsize: int
+    trained: bool
+
+    def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
+        """Return what a rank sends: to all behind it, or gradients to all before it."""
+        if backward and not self.trained:
+            return Moved()
+        elements = self.batch * self.heads * self.width * (rank if backward else ranks - 1 - rank)
+        return Moved(1, elements, elements * self.itemsize)
 
 
 def loss_values(batch: int, length: int, ranks: int) -> int:

@@ -120,7 +120,8 @@ def _observed(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observa
 
     rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
     if mesh.sp > 1:
-        check_sequence(opened.module, mesh.sp, mesh.tp, config.mesh.sp_kind)  # while there are values to try it with
+        kinds = config.mesh.sp_kind, config.mesh.sp_mixers
+        check_sequence(opened.module, mesh.sp, mesh.tp, *kinds)  # while there are values to try it with
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _forget_buffers(opened.module, fake)
         models = [opened]

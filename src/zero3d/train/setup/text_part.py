@@ -63,7 +63,7 @@ def _checks(config: Config) -> Iterator[Check]:
     if (mesh.pp or 1) > 1:
         yield lambda model: chain_of(model, mesh.blocks)
     if (sp := mesh.sp or 1) > 1:
-        yield lambda model: check_sequence(model, sp, tp, mesh.sp_kind)
+        yield lambda model: check_sequence(model, sp, tp, mesh.sp_kind, mesh.sp_mixers)
     if tp > 1:
         yield lambda model: parallelize(copy.deepcopy(model).to("meta"), Axis("tp", 0, tp), Ledger())
     if config.data.packing:
