@@ -27,15 +27,9 @@ NAMES = ("linear_attention", "full_attention", "sliding_attention", "conv", "hyb
 
 def kinds_left_out(model: nn.Module) -> tuple[str, ...]:
     """Return the mixers that a model's file defines and the model has none of; of attention any will do."""
-    config: Any = getattr(model, "config", None)
-    if config is None or (file := _modeling(config)) is None:
-        return ()
-    classes = [each for each in vars(file).values() if isinstance(each, type) and issubclass(each, nn.Module)]
-    own = [each for each in classes if each.__module__ == file.__name__]
-    mix = [each for each in own if is_mixer_class(each)]
+    mix, attend = _defined(getattr(model, "config", None))
     if not mix:
         return ()
-    attend = [each for each in own if each not in mix and each.__name__.endswith("Attention")]
     present = {type(module) for module in model.modules()}
     missing = [each.__name__ for each in mix if not any(issubclass(kind, each) for kind in present)]
     if attend and present.isdisjoint(attend):
@@ -50,7 +44,7 @@ def with_each_kind(make: Callable[..., Any], build: Callable[[Any], nn.Module]) 
     build  makes a model of it, without weights
     """
     config = make()
-    if _modeling(config) is None or not kinds_left_out(build(config)):
+    if not _defined(config)[0] or not kinds_left_out(build(config)):
         return config
     for options in _options(config):
         try:
@@ -60,6 +54,16 @@ def with_each_kind(make: Callable[..., Any], build: Callable[[Any], nn.Module]) 
         except Exception:  # noqa: BLE001 (any error of its own: it takes no such list)
             continue
     return config
+
+
+def _defined(config: Any) -> tuple[list[type[nn.Module]], list[type[nn.Module]]]:
+    """Return the mixers that a type's file defines, and its attention."""
+    if (file := _modeling(config)) is None:
+        return [], []
+    classes = [each for each in vars(file).values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    own = [each for each in classes if each.__module__ == file.__name__]
+    mix = [each for each in own if is_mixer_class(each)]
+    return mix, [each for each in own if each not in mix and each.__name__.endswith("Attention")]
 
 
 def _options(config: Any) -> Iterator[dict[str, Any]]:

@@ -84,11 +84,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _answers(name: str, folder: Path | None) -> Support:
     """Return what a model supports; of a type, also what depends on kinds of layers that its usual sizes lack."""
+    from transformers import CONFIG_MAPPING
+
     from zero3d.train.setup.support import support_of
 
     model = _bare(name)
     found = support_of(model, folder)
-    return found if os.path.exists(name) or name in PRESETS else depending(found, model)
+    is_type = name in CONFIG_MAPPING and name not in PRESETS and not os.path.exists(name)
+    return depending(found, model) if is_type else found
 
 
 def depending(found: Support, model: nn.Module) -> Support:
