@@ -198,9 +198,11 @@ def _over_node(
 
     A gather is over all ranks if weights have changed since the last one. Evaluations gather too, and skipped steps
     change no weights: so the number of such gathers is the measured one, and the bytes of all gathers follow the
-    formula.
+    formula. Units of towers are gathered as often as images made them run: so all of theirs are measured.
     """
-    over = parts.mesh.degrees.group("shard")
+    over, towers = parts.mesh.degrees.group("shard"), _of_towers(parts)
+    entries = list(entries)
+    near = {row.unit: row.moved.calls for row in entries if (row.axis, row.op) == ("node", "all_gather")}
     crossed = {row.unit: row.moved.calls for row in entries if (row.axis, row.op) == (over, "all_gather")}
     units = [unit for unit in parts.accounts.traffic_units if unit.node > 1]
     names = {unit.name for unit in units}
@@ -208,10 +210,8 @@ def _over_node(
     for unit in units:
         elements, width = unit.as_gathered
         across = crossed.get(unit.name, 0)
-        for axis, ranks, calls in (
-            (over, parts.mesh.shard, across),
-            ("node", unit.node, gathers.get(unit.name, 0) * steps - across),
-        ):
+        within = near.get(unit.name, 0) if unit.name in towers else gathers.get(unit.name, 0) * steps - across
+        for axis, ranks, calls in ((over, parts.mesh.shard, across), ("node", unit.node, within)):
             if calls:
                 sent = calls * (elements * (ranks - 1) // ranks)
                 yield Sent(axis, "all_gather", unit.name, Moved(calls, sent, sent * width))
