@@ -76,7 +76,7 @@ def test_each_is_told_by_names_that_it_has(monkeypatch, kernel):
             continue
         calls = []
         with_kernels(monkeypatch, file, {name: stand_in(kernel, calls)})
-        function = mixing._replacement(name, getattr(file, name))
+        function = mixing.told_first(name, getattr(file, name))
         assert mixing._ends_of(name, function) == ENDS[kernel["function"]]
         for call in one["calls"]:
             values = dict.fromkeys([*one["parameters"], *call["keywords"]])
@@ -135,7 +135,7 @@ def test_a_convolution_s_kernel_gets_channels_last(monkeypatch, last):
         return x
 
     with_kernels(monkeypatch, file, {"causal_conv1d_fn": kernel})
-    function = mixing._replacement("causal_conv1d_fn", file.causal_conv1d_fn)
+    function = mixing.told_first("causal_conv1d_fn", file.causal_conv1d_fn)
     x = torch.randn(2, 7, 3).mT if last else torch.randn(2, 3, 7)
     with during(Told(DOCUMENTS)):
         function(x, torch.randn(3, 4))

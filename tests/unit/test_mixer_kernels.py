@@ -13,7 +13,7 @@ from zero3d.tools.plan import mixers
 from zero3d.tools.plan.estimate import KERNELS, ONE_DOCUMENT, evaluate
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.kernels import KERNELS as RATES, works
-from zero3d.tools.plan.mixers import Kernel
+from zero3d.tools.plan.mixers import DeltaHeads, Kernel, SsdHeads
 from zero3d.tools.plan.spec import ParallelPlan
 from zero3d.tools.sim import mixer_kernels
 from zero3d.tools.sim.figures import measure
@@ -35,7 +35,7 @@ def on_meta(name, **options):
 
 def test_a_gated_delta_rule():
     # 4 tokens in 2 chunks of 2; 1 head of keys of width 3, 2 heads of values of width 5; numbers of 2 bytes
-    found = mixers.delta_rule(1, 4, key_heads=1, heads=2, key=3, value=5, width=2, chunk=2)
+    found = mixers.delta_rule(1, 4, DeltaHeads(1, 2, 3, 5), width=2, chunk=2)
     kept = 2 * 4 * (3 * 2 + 4) + 8 * (4 + 2 * 2)  # q and k with their norms; a sum of gates, 2 numbers of the inverse
     states = 2 * (2 * 2) * (3 * 5)  # 2 bytes, of 2 chunks and 2 heads
     w, u, new = 8 * 3 * 2, 8 * 5 * 2, 8 * 5 * 2
@@ -49,7 +49,7 @@ def test_a_gated_delta_rule():
 
 
 def test_kimis_delta_rule_keeps_gates_by_channel():
-    found = mixers.delta_rule(1, 4, key_heads=2, heads=2, key=3, value=5, width=2, chunk=2, by_channel=True)
+    found = mixers.delta_rule(1, 4, DeltaHeads(2, 2, 3, 5), width=2, chunk=2, by_channel=True)
     kept = 2 * 8 * (3 * 2 + 4) + 8 * (3 * 4 + 2 * 2 * 2)  # fp32 sums of gates for every channel; two squares of a chunk
     forward = 8 * (2 * 3 + 2 * 5) * 2 + 8 * 16 * 4 + 120  # W and gated K, U and new V; fp32 blocks of 16; states
     backward = 8 * (3 * 3 + 2 * 5) * 2 + 8 * 4 * (6 * 3 + 2 * 2) + 2 * 120  # gradients of q, k, g twice in fp32
@@ -58,26 +58,26 @@ def test_kimis_delta_rule_keeps_gates_by_channel():
 
 
 def test_keys_that_are_not_normed_are_their_own_inputs():
-    normed, plain = (mixers.delta_rule(1, 4, 1, 2, 3, 5, 2, 2, normed=normed) for normed in (True, False))
+    normed, plain = (mixers.delta_rule(1, 4, DeltaHeads(1, 2, 3, 5), 2, 2, normed=normed) for normed in (True, False))
     assert normed.kept - plain.kept == 2 * 4 * (3 * 2 + 4)
     assert normed.products == plain.products
 
 
 def test_mamba2():
     # 3 tokens in 2 chunks of 2, 2 heads of 4, a group, states of 5
-    found = mixers.mamba2(1, 3, heads=2, head=4, groups=1, state=5, chunk=2, width=2)
+    found = mixers.mamba2(1, 3, SsdHeads(2, 4, 1, 5), chunk=2, width=2)
     steps, states, scores = 4 * 4 * 2, 2 * 2 * 4 * 5, 4 * (2 * 2 * 2)  # fp32; numbers; fp32
     forward = steps + (4 + 2) * states  # states in fp32, and passed on in 2 bytes
     backward = 3 * 2 * 2 + 2 * steps + scores + (4 + 4 + 2 + 2) * states
     products = 40 + 2 * (32 + 2 * 80)  # C B^T of a group; (C B^T) x, and states and their outputs, of a head
     again = 3 * 40 + 2 * (3 * 32 + 5 * 80)
     assert found == Kernel(steps, forward, backward, 2 * products, 2 * again) == Kernel(32, 512, 1068, 848, 2224)
-    gated = mixers.mamba2(1, 3, 2, 4, 1, 5, 2, 2, gated=True)
+    gated = mixers.mamba2(1, 3, SsdHeads(2, 4, 1, 5), 2, 2, gated=True)
     assert gated == found._replace(kept=32 + 3 * 8 * 2)
 
 
 def test_mamba2_with_small_states_is_fullest_with_its_scores():
-    found = mixers.mamba2(1, 8, heads=1, head=1, groups=2, state=1, chunk=8, width=2)
+    found = mixers.mamba2(1, 8, SsdHeads(1, 1, 2, 1), chunk=8, width=2)
     steps, states, scores = 4 * 8, 1, 4 * 8 * 2 * 8
     assert found.forward == steps + 2 * states + scores
     assert found.backward == 8 * 2 + 2 * steps + scores + 4 * states + 2 * 4 * 8 * 2 + scores
@@ -96,8 +96,8 @@ def test_short_convolution():
 
 
 def test_fused_mixers_keep_little_and_compute_it_again():
-    scan, conv = mixers.mamba2(1, 2, 2, 4, 1, 3, 2, 2), mixers.convolution(1, 2, 8 + 6, 4, active=True)
-    found = mixers.fused_mamba2(1, 2, heads=2, head=4, groups=1, state=3, chunk=2, width=2, taps=4)
+    scan, conv = mixers.mamba2(1, 2, SsdHeads(2, 4, 1, 3), 2, 2), mixers.convolution(1, 2, 8 + 6, 4, active=True)
+    found = mixers.fused_mamba2(1, 2, SsdHeads(2, 4, 1, 3), chunk=2, width=2, taps=4)
     assert found.kept == 2 * (8 * 2 + 4)  # the scan's output, and a norm of a group
     assert found.forward == 2 * 14 * 2 + scan.kept + scan.forward
     assert found.backward == 2 * (2 * 14 * 2) + 3 * (2 * 8 * 2) + scan.backward
@@ -197,6 +197,18 @@ def test_names_are_given_back_and_fused_kernels_give_way_to_pieces():
         assert vars(file)[CONVOLUTION] is not before[CONVOLUTION]
         assert vars(file)[FUSED[0]](None) is None
     assert {name: vars(file)[name] for name in before} == before
+    with as_kernels(model, ALL, in_pieces=False):
+        assert kernel_runs(vars(file)[FUSED[0]])
+        model.backbone.layers[0].mixer.out_proj.register_forward_hook(lambda *_: None)
+    with as_kernels(model, ALL, in_pieces=False):
+        assert vars(file)[FUSED[0]](None) is None
+
+
+def kernel_runs(function):
+    """Whether a stand-in asks for its inputs, as one that gives way does not."""
+    with pytest.raises(KeyError, match="zxbcdt"):
+        function()
+    return True
 
 
 # --- plans --------------------------------------------------------------------------------------------------------
@@ -205,7 +217,7 @@ def test_names_are_given_back_and_fused_kernels_give_way_to_pieces():
 def test_a_traced_block_has_its_kernels_operations():
     model = on_meta("qwen3_5_text")
     by_part = measure(model, find_part_names(model), LENGTH, 1, kernels=ALL)
-    delta = mixers.delta_rule(1, LENGTH, 2, 4, 8, 8, 2)
+    delta = mixers.delta_rule(1, LENGTH, DeltaHeads(2, 4, 8, 8), 2)
     conv = mixers.convolution(1, LENGTH, 2 * 16 + 32, 4, active=True)
     assert by_part[0].scores == delta.products + conv.products
     assert by_part[0].moved > 0 == by_part[1].moved
@@ -215,7 +227,7 @@ def test_a_traced_block_has_its_kernels_operations():
 def test_a_traced_hybrid_has_its_kernels_operations_by_heads_and_plans_say_so():
     model = on_meta("qwen3_5_text")
     spec, in_torch = trace(model, LENGTH, packed=True, kernels=ALL), trace(model, LENGTH, packed=True)
-    delta = mixers.delta_rule(1, LENGTH, 2, 4, 8, 8, 2)
+    delta = mixers.delta_rule(1, LENGTH, DeltaHeads(2, 4, 8, 8), 2)
     conv = mixers.convolution(1, LENGTH, 2 * 16 + 32, 4, active=True)
     block = spec.parts[1].operations
     assert block.scores * LENGTH == pytest.approx(delta.products + conv.products, rel=1e-12)

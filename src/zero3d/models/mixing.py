@@ -206,8 +206,8 @@ def _rows(made: Sequence[Tensor], documents: Documents, dim: int) -> Tensor:
     return torch.cat([torch.cat(parts, dim) for parts in by_row.values()])
 
 
-def _replacement(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands in a file's globals for a function of that name."""
+def told_first(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands in a file's globals for a function of that name: it looks up what it was told."""
     names = parameters_of(function)
 
     @wraps(function)
@@ -464,7 +464,7 @@ def _replace(file: str, names: Sequence[str]) -> None:
     held = vars(sys.modules[file])
     for name in names:
         if name in held and not hasattr(held[name], "original"):
-            held[name] = _replacement(name, held[name])
+            held[name] = told_first(name, held[name])
 
 
 def _per_document(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,13 +51,28 @@ class Kernel(NamedTuple):
     again: int
 
 
+class DeltaHeads(NamedTuple):
+    """Heads of a delta rule: how many of keys, and of values, and their widths."""
+
+    keys: int
+    values: int
+    key: int
+    value: int
+
+
+class SsdHeads(NamedTuple):
+    """Heads of Mamba 2: how many, and their width; groups of B and C, and the state for each channel."""
+
+    many: int
+    width: int
+    groups: int
+    state: int
+
+
 def delta_rule(
     rows: int,
     tokens: int,
-    key_heads: int,
-    heads: int,
-    key: int,
-    value: int,
+    heads: DeltaHeads,
     width: int,
     chunk: int = DELTA_CHUNK,
     by_channel: bool = False,
@@ -69,9 +84,9 @@ def delta_rule(
     by_channel  gates are of channels, not of heads: Kimi delta attention
     normed      the kernel divides keys and queries by their norms
     """
-    chunks = -(-tokens // chunk)
-    of_keys, of_heads = rows * tokens * key_heads, rows * tokens * heads
-    states = width * rows * chunks * heads * key * value
+    chunks, (_, _, key, value) = -(-tokens // chunk), heads
+    of_keys, of_heads = rows * tokens * heads.keys, rows * tokens * heads.values
+    states = width * rows * chunks * heads.values * key * value
     kept = normed * 2 * of_keys * (width * key + FP32)  # keys and queries, their norms
     squares = 2 * chunk * chunk
     products = squares * (3 * key + 2 * value) + 6 * chunk * key * value + chunk**3 // 3
@@ -84,18 +99,16 @@ def delta_rule(
         kept += of_heads * (FP32 + width * chunk)
         forward = of_heads * width * (key + 2 * value) + states
         backward = of_heads * width * (3 * key + 3 * value) + 2 * states
-        backward += (key_heads != heads) * of_keys * width * key  # gradients of keys by head, summed
+        backward += (heads.keys != heads.values) * of_keys * width * key  # gradients of keys by head, summed
         again = squares * (10 * key + 5 * value)
     again += 16 * chunk * key * value + 4 * chunk**3
-    many = rows * chunks * heads
+    many = rows * chunks * heads.values
     return Kernel(kept, forward, backward, many * products, many * again)
 
 
-def mamba2(
-    rows: int, tokens: int, heads: int, head: int, groups: int, state: int, chunk: int, width: int, gated: bool = False
-) -> Kernel:
+def mamba2(rows: int, tokens: int, shape: SsdHeads, chunk: int, width: int, gated: bool = False) -> Kernel:
     """Price Mamba 2's scan. gated: it multiplies by a gate, and keeps its output before that."""
-    chunks = -(-tokens // chunk)
+    chunks, (heads, head, groups, state) = -(-tokens // chunk), shape
     many, padded = rows * chunks, rows * chunks * chunk
     steps = FP32 * padded * heads  # of dt, or of its sums
     states = many * heads * head * state
@@ -125,14 +138,12 @@ def convolution(rows: int, tokens: int, channels: int, taps: int, active: bool) 
     return Kernel(0, 0, 0, products, (3 if active else 2) * products)
 
 
-def fused_mamba2(
-    rows: int, tokens: int, heads: int, head: int, groups: int, state: int, chunk: int, width: int, taps: int
-) -> Kernel:
+def fused_mamba2(rows: int, tokens: int, shape: SsdHeads, chunk: int, width: int, taps: int) -> Kernel:
     """Price Mamba 2's mixer behind in_proj in one: convolution, scan, gated norm; it keeps the scan's output.
 
     The product with out_proj's weight is not in it.
     """
-    scan = mamba2(rows, tokens, heads, head, groups, state, chunk, width)
+    scan, (heads, head, groups, state) = mamba2(rows, tokens, shape, chunk, width), shape
     inner = heads * head
     conv = convolution(rows, tokens, inner + 2 * groups * state, taps, True)
     token = rows * tokens

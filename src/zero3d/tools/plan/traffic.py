@@ -190,9 +190,12 @@ def _regions(model: ModelSpec, plan: ParallelPlan, stage: int) -> list[Region]:
     chunks = rank_model(model, plan, stage).chunks.values()
     every = Policy.of(plan.activations).every
     widths: Counter[Region] = Counter()
+    fixed: Counter[Region] = Counter()
     for region in (region for parts in chunks for region in _regions_of(parts, model.hidden, plan, every)):
-        widths[region._replace(width=0)] += region.width
-    return [region._replace(width=width) for region, width in widths.items()]
+        alike = region._replace(width=0, fixed=0)
+        widths[alike] += region.width
+        fixed[alike] += region.fixed
+    return [alike._replace(width=width, fixed=fixed[alike]) for alike, width in widths.items()]
 
 
 def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: int | None) -> Iterator[Region]:

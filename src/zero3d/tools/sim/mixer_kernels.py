@@ -33,11 +33,13 @@ from zero3d.models.mixing import (
     is_taken_apart,
     mixers,
     mixing_files,
+    told_first,
 )
-from zero3d.models.packed_documents import told
 from zero3d.tools.plan.mixers import (
     DELTA_CHUNK,
+    DeltaHeads,
     Kernel,
+    SsdHeads,
     convolution,
     delta_rule,
     fused_mamba1,
@@ -78,7 +80,8 @@ def installed(model: nn.Module) -> frozenset[str]:
 def as_kernels(model: nn.Module, names: Collection[str], in_pieces: bool) -> Iterator[None]:
     """Let stand-ins of kernels run inside the block, where a model's files call one of these names.
 
-    in_pieces  fused kernels give way to their pieces, as for packed rows and adapters (models/mixing.py)
+    in_pieces  fused kernels give way to their pieces, as for packed rows and adapters (models/mixing.py); a plan takes
+               pieces, which keep more, for it is of other degrees, too, where fused kernels do not run
     """
     in_pieces = in_pieces or any(map(is_taken_apart, mixers(model).values()))
     with ExitStack() as stack:
@@ -86,7 +89,8 @@ def as_kernels(model: nn.Module, names: Collection[str], in_pieces: bool) -> Ite
             for name in names:
                 if name in held:
                     stack.callback(held.__setitem__, name, held[name])
-                    held[name] = _stand_in(name, held[name], in_pieces)
+                    function = getattr(held[name], "original", held[name])
+                    held[name] = told_first(name, _stand_in(name, function, in_pieces))
         yield
 
 
@@ -95,12 +99,10 @@ def _stand_in(name: str, function: Callable[..., Any], in_pieces: bool) -> Calla
 
     @wraps(function)
     def stands(*args: Any, **kwargs: Any) -> Any:
-        now = told()
-        if name in FUSED and (in_pieces or (now is not None and now.in_pieces)):
+        if name in FUSED and in_pieces:
             return None
         return _STAND_INS[name](Call(names, args, kwargs).given)
 
-    stands.original = getattr(function, "original", function)  # type: ignore[attr-defined]
     return stands
 
 
@@ -175,7 +177,8 @@ def _delta(by_channel: bool, given: dict[str, Any]) -> tuple[Tensor, None]:
     heads, value = v.shape[2:]
     normed = bool(given.get("use_qk_l2norm_in_kernel", False))
     chunk = given.get("chunk_size", DELTA_CHUNK)
-    kernel = delta_rule(rows, tokens, key_heads, heads, key, value, q.element_size(), chunk, by_channel, normed)
+    shape = DeltaHeads(key_heads, heads, key, value)
+    kernel = delta_rule(rows, tokens, shape, q.element_size(), chunk, by_channel, normed)
     saves = (*(() if normed else (0, 1)), 2, *((3,) if by_channel else ()), 4)
     made: Tensor = _Runs.apply(_Run(kernel, v.shape, saves, guard=True), q, k, v, g, beta)  # type: ignore[no-untyped-call]
     return made, None
@@ -184,7 +187,8 @@ def _delta(by_channel: bool, given: dict[str, Any]) -> tuple[Tensor, None]:
 def _mamba2(given: dict[str, Any]) -> Tensor:
     x, b, z = given["hidden_states"], given["B"], given.get("z")
     (rows, tokens, heads, head), (groups, state) = x.shape, b.shape[2:]
-    kernel = mamba2(rows, tokens, heads, head, groups, state, given["chunk_size"], x.element_size(), z is not None)
+    shape = SsdHeads(heads, head, groups, state)
+    kernel = mamba2(rows, tokens, shape, given["chunk_size"], x.element_size(), z is not None)
     inputs = [x, *(given.get(name) for name in ("dt", "A", "B", "C", "D", "dt_bias", "z"))]
     made: Tensor = _Runs.apply(_Run(kernel, x.shape, tuple(range(len(inputs)))), *inputs)  # type: ignore[no-untyped-call]
     return made
@@ -206,7 +210,8 @@ def _fused_mamba2(given: dict[str, Any]) -> Tensor:
     heads, head, groups = d.shape[0], given["headdim"], given["ngroups"]
     state = (filters.shape[0] - heads * head) // groups // 2
     chunk, taps = given["chunk_size"], filters.shape[1]
-    kernel = fused_mamba2(rows, tokens, heads, head, groups, state, chunk, mixed.element_size(), taps)
+    shape = SsdHeads(heads, head, groups, state)
+    kernel = fused_mamba2(rows, tokens, shape, chunk, mixed.element_size(), taps)
     weight = given["outproj_weight"]
     rest = ("conv1d_bias", "dt_bias", "A", "D", "rmsnorm_weight", "outproj_bias")
     inputs = [weight, mixed, filters, *(given.get(name) for name in rest)]
