@@ -56,7 +56,8 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**experts | common, output_router_logits=True))
         model.set_experts_implementation("eager")
     elif name != "gpt2":
-        return family(name, **sizes)
+        model = family(name, **sizes)
+        return adapted(model, **(lora if isinstance(lora, dict) else {})) if lora else model
     else:
         shape = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64, "use_cache": False}
         drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}

@@ -1,6 +1,7 @@
 """Packed documents are what they are alone in models with recurrences and convolutions, outputs and gradients."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from hybrids import CALLS, HYBRIDS, conv_kernel, delta_kernel, hybrid, qwen3_5, 
 
 import zero3d
 from zero3d.activations import recompute
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.models import mixing
+from zero3d.models import mixing, packed_documents
 from zero3d.models.fp64 import StaysInFp64
 from zero3d.models.packed_documents import Documents, told
 from zero3d.models.packing import check_packing, packing_verdict, tell
+from zero3d.tensor_parallel.parallelize import parallelize
 
 SHORT = ("qwen3_5_text", "kimi_linear", "mamba2", "jamba", "lfm2", "granitemoehybrid", "rwkv")
 ROWS = (
@@ -73,6 +77,16 @@ def test_packed_documents_are_what_they_are_alone(name):
     assert grads < 1e-12
 
 
+@pytest.mark.parametrize(("name", "rows"), [
+    ("rwkv", ((5, 3, 5, 1), (1, 5, 3, 5))),
+    ("minimax", ((4, 9),)), ("xlstm", ((2, 1),)),  # the first document as long as there are heads, as states are
+])  # fmt: skip
+def test_documents_come_back_from_whole_modules_in_their_order_and_no_states(name, rows):
+    values, grads = both(hybrid(name).double(), rows)
+    assert values < 1e-12
+    assert grads < 1e-12
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "mamba2"])
 def test_documents_of_a_chunk_one_more_and_several_are_what_they_are_alone(name):
@@ -112,6 +126,46 @@ def test_what_is_told_of_a_forward_ends_with_it(name):
     assert told() is None
     told_model.close()
     assert torch.equal(model(input_ids=ids).logits, plain)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "recurrent_gemma"])
+def test_documents_are_found_however_positions_are_passed(name):
+    """By position, and once for all rows, as transformers takes them."""
+    model, ids, positions = hybrid(name).double(), ids_of(), positions_of((ROWS[0], ROWS[0]))
+    with StaysInFp64(), torch.no_grad():
+        wanted = alone(model, ids, (ROWS[0], ROWS[0]))
+        told_model = tell(model)
+        names = [*inspect.signature(model.forward).parameters][:3]
+        given = {"input_ids": ids, "position_ids": positions}
+        assert apart(model(*map(given.get, names)).logits, wanted) < 1e-12
+        assert apart(model(input_ids=ids, position_ids=positions[:1]).logits, wanted) < 1e-12
+        given["attention_mask"] = torch.ones_like(ids)
+        assert torch.equal(model(*map(given.get, names)).logits, model(**given).logits)
+    told_model.close()
+
+
+def test_a_forward_with_a_cache_has_no_documents():
+    """As in transformers' own masks, which then look at no positions."""
+    from transformers import DynamicCache
+
+    model, ids, positions = hybrid("qwen3_5_text").eval(), ids_of(), positions_of()
+    given = {"input_ids": ids, "position_ids": positions, "use_cache": True}
+    with torch.no_grad():
+        plain = model(**given, past_key_values=DynamicCache(config=model.config)).logits
+        told_model = tell(model)
+        assert torch.equal(model(**given, past_key_values=DynamicCache(config=model.config)).logits, plain)
+    told_model.close()
+
+
+def test_what_a_recomputation_is_told_ends_where_it_stops():
+    model = hybrid("qwen3_5_text")
+    recompute(model, "full")
+    told_model = tell(model)
+    ids = ids_of()
+    model(input_ids=ids, position_ids=positions_of()).logits.sum().backward()
+    assert told() is None
+    assert packed_documents._traced.told is None
+    told_model.close()
 
 
 def test_models_of_one_file_do_not_disturb_each_other():
@@ -227,6 +281,27 @@ def test_a_kernel_is_told_by_its_own_names_where_documents_end(monkeypatch):
     check_packing(model)
 
 
+def test_a_kernel_is_not_told_what_attention_was(monkeypatch):
+    """Ends of documents as flash attention takes them: a mixer's kernel is told ours or, of whole rows, nothing."""
+    model, ids, positions = hybrid("qwen3_5_text"), ids_of(), positions_of()
+    of_attention = {"cu_seq_lens_q": torch.tensor([0, 66], dtype=torch.int32), "seq_idx": torch.zeros_like(ids)}
+    with_kernels(
+        monkeypatch, qwen3_5(), {"causal_conv1d_fn": conv_kernel, "torch_chunk_gated_delta_rule": delta_kernel}
+    )
+    told_model = tell(model)
+    for given in ({}, {"position_ids": positions}):
+        CALLS.clear()
+        model(input_ids=ids, **given)
+        alone_told = list(CALLS)
+        CALLS.clear()
+        model(input_ids=ids, **given, **of_attention)
+        assert len(CALLS) == len(alone_told) == 2
+        assert all(
+            one is other is None or torch.equal(one, other) for one, other in zip(CALLS, alone_told, strict=True)
+        )
+    told_model.close()
+
+
 def test_a_kernel_without_such_a_name_is_refused(monkeypatch):
     file = qwen3_5()
     model = hybrid("qwen3_5_text")
@@ -275,6 +350,9 @@ def test_a_fused_kernel_is_left_out_where_documents_or_a_module_that_it_goes_pas
     wrapped(input_ids=ids_of())
     assert CALLS == ["fused"] * 4
     told_model.close()
+    cut = hybrid("mamba2").to("meta")
+    parallelize(cut, Axis("tp", 0, 2), Ledger())
+    assert all(mixing.is_taken_apart(block.mixer) for block in cut.backbone.layers), "out_proj's hook sums over tp"
 
 
 def inner(projected, conv1d_weight, conv1d_bias, x_proj_weight, dt_proj_weight, outproj_weight, *_, **__):

@@ -37,6 +37,7 @@ from zero3d.models.mask_code import MASKS, code_of, masks_by_position
 from zero3d.models.packed_documents import Documents, Part, Told, carried, during, told
 
 DOCUMENTS = "documents"  # entry of a batch that says where they are, beside or in the place of position_ids
+ROWS = ("input_ids", "inputs_embeds", "entering")  # what a forward is given row by row; the last of a pipeline's chunk
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 BY_MODULE = (
@@ -385,7 +386,7 @@ class Mixing:
                 )
                 module.forward = _per_document(own)
         in_pieces = any(is_taken_apart(module) for module in found.values())
-        entry = _Entry(positions, in_pieces)
+        entry = _Entry(tuple(inspect.signature(root.forward).parameters), positions, in_pieces)
         hooks = (
             root.register_forward_pre_hook(entry.enter, with_kwargs=True, prepend=True),
             root.register_forward_hook(entry.leave, always_call=True),
@@ -399,20 +400,24 @@ class Mixing:
 
 
 class _Entry:
-    """Tells what a forward was given, from its beginning to its end."""
+    """Tells what a forward was given, from its beginning to its end.
 
-    def __init__(self, positions: bool, in_pieces: bool) -> None:
+    names  of the forward's parameters, for what is passed by position
+    """
+
+    def __init__(self, names: Sequence[str], positions: bool, in_pieces: bool) -> None:
+        self._names = names
         self._positions, self._in_pieces = positions, in_pieces
         self._open: list[Any] = []
 
     def enter(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        documents = kwargs.get(DOCUMENTS)
-        positions = kwargs.get("position_ids")
-        caches = kwargs.get("past_key_values", kwargs.get("cache_params")) is not None
-        if caches or isinstance(kwargs.get("attention_mask"), Tensor):
+        given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        documents, positions = given.get(DOCUMENTS), given.get("position_ids")
+        caches = given.get("past_key_values", given.get("cache_params")) is not None
+        if caches or isinstance(given.get("attention_mask"), Tensor):
             documents = None
         elif documents is None and isinstance(positions, Tensor):
-            documents = Documents.of(positions)
+            documents = Documents.of(_of_every_row(positions, given))
         elif documents is not None and isinstance(positions, Tensor):
             documents = documents.to(positions)
         around = during(Told(documents, self._in_pieces))
@@ -425,6 +430,14 @@ class _Entry:
     def leave(self, *_: Any) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
+
+
+def _of_every_row(positions: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """Return positions [.., 1, T] that a forward is given for all of its rows as [.., B, T]."""
+    if positions.dim() < 2 or positions.shape[-2] != 1:
+        return positions
+    rows = next((len(t) for name in ROWS if isinstance(t := given.get(name), Tensor)), 1)
+    return positions.expand(*positions.shape[:-2], rows, -1)
 
 
 def _carry(root: nn.Module) -> None:
@@ -516,8 +529,9 @@ def _one(made: Any, place: int, shape: tuple[int, int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], documents: Documents) -> Any:
+    """Return what was made of all documents; None of states, one of which may have a document's shape by chance."""
     first = parts[0]
-    if isinstance(first, Tensor):
+    if all(isinstance(part, Tensor) for part in parts):
         return _rows(parts, documents, 1)
     if type(first) in (tuple, list):
         return type(first)(_joined([part[index] for part in parts], documents) for index in range(len(first)))

@@ -61,7 +61,9 @@ def find_regions(uncut: UncutModel, size: int) -> list[Region]:
     regions = [*_of_sequence(blocks, uncut), *_of_styles(uncut, size, blocks)]
     inputs = list(_of_inputs(uncut)) if uncut.parts else []
     has_gradient = _gradients(uncut)
-    regions = [r if has_gradient(r.name) else r._replace(backward="") for r in regions]
+    regions = [
+        r if has_gradient(r.name) or _sends_trained(uncut.model, r) else r._replace(backward="") for r in regions
+    ]
     again = _recomputed(uncut.model, regions)
     return [*(r._replace(again=r.name in again) for r in regions), *inputs]
 
@@ -204,6 +206,14 @@ def _gradients(uncut: UncutModel) -> Callable[[str], bool]:
         return any(trained[n] for n in beside)
 
     return has_gradient
+
+
+def _sends_trained(model: nn.Module, region: Region) -> bool:
+    """Return whether B and C that ranks gather come from something trained: a matrix's adapter, or the filters."""
+    if not region.fixed:
+        return False
+    mixer: Any = model.get_submodule(region.name.rpartition(".")[0])
+    return any(p.requires_grad for module in (mixer.in_proj, mixer.conv1d) for p in module.parameters())
 
 
 def _recomputed_modules(model: nn.Module) -> dict[str, Recomputed]:
