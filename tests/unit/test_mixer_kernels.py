@@ -16,7 +16,7 @@ from zero3d.tools.plan.kernels import KERNELS as RATES, works
 from zero3d.tools.plan.mixers import DeltaHeads, Kernel, SsdHeads
 from zero3d.tools.plan.spec import ParallelPlan
 from zero3d.tools.sim import mixer_kernels
-from zero3d.tools.sim.figures import measure
+from zero3d.tools.sim.figures import RunAs, measure
 from zero3d.tools.sim.live import StorageTracker
 from zero3d.tools.sim.mixer_kernels import ALL, as_kernels
 from zero3d.tools.sim.model_spec import trace
@@ -216,7 +216,7 @@ def kernel_runs(function):
 
 def test_a_traced_block_has_its_kernels_operations():
     model = on_meta("qwen3_5_text")
-    by_part = measure(model, find_part_names(model), LENGTH, 1, kernels=ALL)
+    by_part = measure(model, find_part_names(model), LENGTH, 1, run_as=RunAs(kernels=ALL))
     delta = mixers.delta_rule(1, LENGTH, DeltaHeads(2, 4, 8, 8), 2)
     conv = mixers.convolution(1, LENGTH, 2 * 16 + 32, 4, active=True)
     assert by_part[0].scores == delta.products + conv.products

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -133,25 +133,32 @@ def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
     return ReducedModel(copy_with(model, replaced), ran, forms)
 
 
+class RunAs(NamedTuple):
+    """How a model runs when it is measured.
+
+    packed      every sequence is of several documents, which attention keeps apart by a mask
+    images      one in every sequence; the tower that reads it counts with the embedding
+    dispatched  tokens are sent to experts, as many to each as to any other
+    kernels     names of functions by which mixers call a kernel (mixer_kernels.py)
+    """
+
+    packed: bool = False
+    images: Images | None = None
+    dispatched: bool = False
+    kernels: Collection[str] = ()
+
+
+PLAIN = RunAs()
+
+
 def measure(
-    model: nn.Module,
-    part_names: PartNames,
-    length: int,
-    tp: int,
-    batch: int = 1,
-    packed: bool = False,
-    images: Images | None = None,
-    dispatched: bool = False,
-    kernels: Collection[str] = (),
+    model: nn.Module, part_names: PartNames, length: int, tp: int, batch: int = 1, run_as: RunAs = PLAIN
 ) -> dict[Any, Figures]:
     """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
 
     tp      1, or a degree that divides the model. The model stays as it is
-    packed  every sequence is of several documents, which attention keeps apart by a mask
-    images  one in every sequence; the tower that reads it counts with the embedding
-    dispatched  tokens are sent to experts, as many to each as to any other
-    kernels  names of functions by which mixers call a kernel (mixer_kernels.py)
     """
+    packed, images, dispatched, kernels = run_as
     reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]

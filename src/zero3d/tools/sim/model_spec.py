@@ -37,7 +37,7 @@ from zero3d.tensor_parallel.planned_regions import ROWWISE, shared_groups
 from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.search import LONG
 from zero3d.tools.plan.spec import AS_KERNELS, IN_TORCH, Instant, ModelSpec, Operations, Part
-from zero3d.tools.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
+from zero3d.tools.sim.figures import EMBEDDING, HEAD, Curve, Figures, RunAs, kinds_of, measure, reduce_model
 from zero3d.tools.sim.images import find_images, said_of
 from zero3d.tools.sim.mixer_kernels import ALL
 from zero3d.tools.sim.units import PartNames, config_of, find_cuts, find_part_names, units_by_part
@@ -62,9 +62,10 @@ def trace(
     spec = _outline(model, part_names, length, name)
     packed = not sees_images(model) if packed is None else packed
     images = find_images(model, length, packed)
-    traced = partial(measure, packed=packed, images=images, kernels=kernels)
-    figures = _figures(model, part_names, length, spec, traced)
-    apart = _figures(model, part_names, length, spec, partial(traced, dispatched=True)) if spec.stacked else None
+    run_as = RunAs(packed, images, kernels=kernels)
+    figures = _figures(model, part_names, length, spec, partial(measure, run_as=run_as))
+    sent = partial(measure, run_as=run_as._replace(dispatched=True))
+    apart = _figures(model, part_names, length, spec, sent) if spec.stacked else None
     names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
     parts = [
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
