@@ -136,7 +136,7 @@ def judge(model: nn.Module, give: Give, these: Documents, exact: bool = False) -
     with embedded.leaves() as of_packed:
         made = run_packed(these.each)
     moved = {what: run_packed([other, *these.each[1:]]) for what, other in these.changes.items()}
-    near = EXACT if exact else NEAR
+    near = NEAR
     for what, values in moved.items():
         if (own := _off(values[0], made[0])) <= NEAR:
             raise Untried(f"another {what} changes nothing in its own document")
