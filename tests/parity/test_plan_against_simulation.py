@@ -42,7 +42,7 @@ def models(tmp_path_factory):
         path = tmp_path_factory.mktemp("model") / "config.json"
         path.write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied, "num_hidden_layers": layers}))
         lora = Lora(8, targets=("all-linear",)) if quantize else None
-        return str(path), open_spec(str(path), LENGTH, lora=lora, packed=packed, quantize=quantize)
+        return str(path), open_spec(str(path), LENGTH, Model(quantize=quantize), lora=lora, packed=packed)
 
     return get
 

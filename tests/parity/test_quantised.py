@@ -283,7 +283,7 @@ def test_stacked_experts_are_cut_over_tp_at_borders_of_groups(ranks, tmp_path, n
 @pytest.mark.long
 def test_a_plan_has_the_bytes_of_experts_that_are_cut_over_tp(ranks, tmp_path):
     folder = str(wide_mixture(tmp_path / "wide"))
-    spec = open_spec(folder, 32, lora=Lora(4, targets=("all-linear",)), quantize="nf4")
+    spec = open_spec(folder, 32, Model(quantize="nf4"), Lora(4, targets=("all-linear",)))
     planned = memory(spec, ParallelPlan(tp=2, stage=3, quantize="nf4")).parts["parameters"]
     assert [held for _, held in ranks(2, over_tp, folder, "nf4")] == [planned] * 2
 
@@ -349,7 +349,7 @@ def test_bytes_are_those_of_the_formula(folder, name, stage):
 )
 def test_a_plan_has_the_bytes_of_the_engine(folder, name):
     spec, plain = (
-        open_spec(str(folder), 32, lora=Lora(4, targets=("all-linear",)), quantize=how) for how in (name, None)
+        open_spec(str(folder), 32, Model(quantize=how), Lora(4, targets=("all-linear",))) for how in (name, None)
     )
     engine = engine_of(opened_of(folder, name), stage=3)
     held = {entry.category: entry.measured for entry in engine.memory}

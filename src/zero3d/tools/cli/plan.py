@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from zero3d.config import Config, to_dict
+from zero3d.config import Config, Model, to_dict
 from zero3d.errors import ConfigError, short
 from zero3d.spec.formats import FORMATS
 from zero3d.spec.optimizer import ADAMW, NAMES
@@ -237,8 +237,8 @@ def open_model(
     if arguments.quantize and lora is None:
         raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
-    quantize = format_of(arguments.quantize)
-    return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=quantize, kernels=kernels)
+    chosen = Model(quantize=format_of(arguments.quantize))
+    return open_spec(path, length, chosen, lora, packed, beyond=True, kernels=kernels)
 
 
 def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:

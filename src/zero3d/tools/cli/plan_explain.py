@@ -98,7 +98,6 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         lora=lora,
         packed=bool(config.data.packing),
         freeze=config.freeze,
-        quantize=config.model.quantize,
         kernels=cluster.gpu.name != CPU,
     )
     try:

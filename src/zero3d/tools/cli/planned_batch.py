@@ -88,7 +88,6 @@ def model_of(config: Config, kernels: bool = False) -> ModelSpec:
         config.lora,
         bool(config.data.packing),
         config.freeze,
-        quantize=config.model.quantize,
         kernels=kernels,
     )
 

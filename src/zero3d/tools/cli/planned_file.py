@@ -62,7 +62,6 @@ class RunFile(NamedTuple):
             lora=lora or config.lora,
             packed=bool(config.data.packing),
             freeze=config.freeze,
-            quantize=config.model.quantize,
             kernels=kernels,
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)

@@ -185,13 +185,17 @@ class Part:
 
     @cached_property
     def _hash(self) -> int:
-        more = self.mixes, self.single, self.groups
-        return hash((self.kind, self.units, self.operations, self.active, self.dispatched, *more))
+        return hash((self.kind, self.units, self.operations, self.active, self.dispatched, self.mixes, self.meets))
 
     @property
     def mixes(self) -> tuple[bool, tuple[Halo, ...], tuple[Scanned, ...]]:
         """Return what mixes the tokens of a sequence."""
         return self.attends, self.convolutions, self.scans
+
+    @property
+    def meets(self) -> tuple[bool, SharedGroups | None]:
+        """Return what tp ranks send in it beside what they do in attention and an MLP."""
+        return self.single, self.groups
 
     @cached_property
     def likeness(self) -> int:
@@ -203,8 +207,7 @@ class Part:
             (unit.name.removeprefix(outer), unit.copy_of, *(weight.unnamed for weight in unit.weights))
             for unit in self.units
         ]
-        more = self.mixes, self.single, self.groups
-        return hash((tuple(units), self.operations, self.active, self.dispatched, *more))
+        return hash((tuple(units), self.operations, self.active, self.dispatched, self.mixes, self.meets))
 
     @cached_property
     def numel(self) -> int:

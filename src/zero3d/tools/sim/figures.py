@@ -187,8 +187,8 @@ def measure(
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
         replace_functions(run)
-        mixing = during(Told(shared=recorder.mix)) if mixers(run) and not kernels else nullcontext()
-        with fake, live, recorder.constants(), mixing, as_kernels(run, kernels, packed):
+        mixing = during(Told(shared=recorder.mix)) if mixers(run) else nullcontext()
+        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=True), mixing:
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 

@@ -226,9 +226,9 @@ def _fused_mamba1(given: dict[str, Any]) -> Tensor:
     weights = [given[name] for name in ("x_proj_weight", "delta_proj_weight", "out_proj_weight")]
     taps, rank = given["conv1d_weight"].shape[-1], weights[1].shape[1]
     kernel = fused_mamba1(rows, tokens, doubled // 2, a.shape[-1], rank, mixed.element_size(), taps)
-    small = ("conv1d_weight", "conv1d_bias", "out_proj_bias", "A", "D", "delta_bias")
+    rest = ("conv1d_weight", "conv1d_bias", "out_proj_bias", "A", "D", "delta_bias")
     norms = ("b_rms_weight", "c_rms_weight", "dt_rms_weight")
-    inputs = [*weights, mixed, *(given.get(name) for name in (*small, *norms))]
+    inputs = [*weights, mixed, *(given.get(name) for name in (*rest, *norms))]
     run = _Run(kernel, (rows, tokens, weights[2].shape[0]), tuple(range(len(inputs))), by=3)
     made: Tensor = _Runs.apply(run, *inputs)  # type: ignore[no-untyped-call]
     return made

@@ -72,20 +72,17 @@ def trace(
     ]
     eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
     hybrid = bool(mixers(model))
-    shared = figures  # what mesh.sp shares out of mixers is of pieces, which a fused kernel has not
-    if hybrid and kernels:
-        shared = _figures(model, part_names, length, spec, partial(measure, packed=packed, images=images))
     for i, block in enumerate(part_names.blocks, 1):
         again = 2.0 * sum(map(_in_products, dict(mixers_in(model.get_submodule(block))).values()))
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
-        found = shared[0][1][names[i]]
+        found = figures[0][1][names[i]]
         attends = not hybrid or _attends(model.get_submodule(block))
         parts[i] = replace(parts[i], attends=attends, convolutions=found.convolutions, scans=found.scans)
         if apart is not None and parts[i].stacked:
             dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
             parts[i] = replace(parts[i], dispatched=dispatched)
-    mixed = bool(mixing_files(model)) * (AS_KERNELS if kernels else IN_TORCH)
-    provenance = ["traced", "packed" * packed, mixed, said_of(model, images)]
+    mixing = bool(mixing_files(model)) * (AS_KERNELS if kernels else IN_TORCH)
+    provenance = ["traced", "packed" * packed, mixing, said_of(model, images)]
     return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
 
 
@@ -116,10 +113,8 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
     kinds = ["embedding", *("block" for _ in blocks), "head"]
     meetings = [NO_MIXER, *_meetings(model, part_names), NO_MIXER]
     parts = tuple(
-        Part(kind, part_units, Operations(0.0), active, single=single, groups=groups)
-        for kind, part_units, active, (single, groups) in zip(
-            kinds, units, [None, *blocks, None], meetings, strict=True
-        )
+        Part(kind, part_units, Operations(0.0), active, single=meets[0], groups=meets[1])
+        for kind, part_units, active, meets in zip(kinds, units, [None, *blocks, None], meetings, strict=True)
     )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     table = max(tables, key=lambda m: m.weight.numel(), default=None)
@@ -157,22 +152,22 @@ def open_spec(
     packed: bool | None = False,
     freeze: tuple[str, ...] | None = None,
     beyond: bool = False,
-    quantize: str | None = None,
     kernels: bool = False,
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
     length None: the model's positions, at most MOST
-    chosen attention and part of the model, as a configuration has them
+    chosen attention, part and format of frozen layers, as a configuration has them; without a format that of
+           a folder which has one
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
     kernels  mixers call kernels, as on a card
-    quantize  the format of frozen linear layers, as model.quantize; None: that of a folder which has them in one
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
     """
+    quantize = None if chosen is None else chosen.quantize
     if quantize is None and (freeze or (lora is not None and lora.rank is not None)):
         quantize = stored_format(Path(path))
     settings = Config(
@@ -264,8 +259,7 @@ def _operations(part: Any, figures: list[tuple[int, dict[Any, Figures]]], length
     if len(by_degree) == 1:
         return alone
     over = _solved(by_degree[1], by_degree[-1] if len(by_degree) == 3 else by_degree[0], length)
-    cut = min(over.kept_cut, _sum(alone))  # over tp, pieces of a fused kernel keep more than it does
-    return replace(alone, kept_cut=cut, kept_whole=_sum(alone) - cut, over_tp=over)
+    return replace(alone, kept_cut=over.kept_cut, kept_whole=_sum(alone) - over.kept_cut, over_tp=over)
 
 
 def _sum(operations: Operations) -> float:
