@@ -9,7 +9,7 @@ from math import ceil
 
 import pytest
 
-from zero3d.config import Lora, load, to_dict
+from zero3d.config import Lora, Model, load, to_dict
 from zero3d.errors import ConfigError
 from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.tools.plan.estimate import evaluate

@@ -16,7 +16,7 @@ from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.config import Lora, load
+from zero3d.config import Lora, Model, load
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import CheckpointError, ReleasedParameterError
 from zero3d.models.codecs import CODECS, packed_of

@@ -238,7 +238,7 @@ def open_model(
         raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     chosen = Model(quantize=format_of(arguments.quantize))
-    return open_spec(path, length, chosen, lora, packed, beyond=True, kernels=kernels)
+    return open_spec(path, length, chosen=chosen, lora=lora, packed=packed, beyond=True, kernels=kernels)
 
 
 def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:
