@@ -333,3 +333,13 @@ def test_an_export_reads_the_runs_copy_and_one_of_other_heads_is_made_again(tmp_
     assert {tensor.file for tensor in kept.tensors.values()} == {tmp_path / "kept.safetensors"}
     assert load_file(tmp_path / "kept.safetensors")["mtp.fc.weight"].equal(tensors["mtp.fc.weight"])
     assert of_file(tmp_path / "kept.safetensors").tensors == kept.tensors
+
+
+def test_a_copy_of_other_ends_is_another(tmp_path):
+    values = torch.zeros(3000)  # more than is read of each end
+    save_file({"mtp.fc.weight": values}, tmp_path / "one.safetensors")
+    values[-1] = 1
+    save_file({"mtp.fc.weight": values}, tmp_path / "other.safetensors")
+    kept = of_file(tmp_path / "one.safetensors")
+    assert kept.is_in(tmp_path / "one.safetensors")
+    assert not kept.is_in(tmp_path / "other.safetensors")

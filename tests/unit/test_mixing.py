@@ -15,6 +15,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models import mixing, packed_documents
 from zero3d.models.fp64 import StaysInFp64
+from zero3d.models.mask_code import masks_by_position
 from zero3d.models.packed_documents import Documents, told
 from zero3d.models.packing import check_packing, packing_verdict, tell
 from zero3d.tensor_parallel.parallelize import parallelize
@@ -391,3 +392,12 @@ def test_a_mask_that_is_made_without_positions_is_given_them(name):
         assert apart(packed, alone(model, ids)) < 1e-5
         assert torch.equal(model(input_ids=ids, position_ids=torch.arange(33)[None].expand(2, -1)).logits, plain)
     told_model.close()
+
+
+def test_a_model_one_of_whose_masks_has_no_positions_is_one_that_makes_them_without():
+    class OneOfTwo(torch.nn.Module):
+        def forward(self, x, position_ids=None):
+            full = create_causal_mask(x, position_ids=position_ids)  # noqa: F821 (read, not run)
+            return full, create_sliding_window_causal_mask(x)  # noqa: F821
+
+    assert masks_by_position(OneOfTwo) is False
