@@ -80,7 +80,7 @@ def traced_once():
     def settings_of(module):
         return {k: v for k, v in vars(module).items() if isinstance(v, (str, bool, int, float)) and k != "name_or_path"}
 
-    def known(model, length, name, packed):
+    def known(model, length, name, packed, kernels=()):
         config = getattr(model, "config", None)
         described = {**config.to_dict(), "attention": config._attn_implementation} if config is not None else {}
         described.pop("_name_or_path", None)

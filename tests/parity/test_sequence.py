@@ -829,7 +829,8 @@ def test_a_decoder_is_given_its_rows_of_a_mask_of_images_and_the_features_of_the
     }
     tell, fallback = lambda *_: None, Fallback(decoder, torch.device("cpu"), False)
     entries = [
-        Entry(decoder, "sdpa", rank, Sharing(2, "auto", False, 10**9), fallback, Positions(), tell) for rank in (0, 1)
+        Entry(decoder, "sdpa", rank, Sharing(2, "auto", False, 10**9), fallback, Positions(), tell, lambda _: None)
+        for rank in (0, 1)
     ]
     first, second = (entry(decoder, (), whole)[1] for entry in entries)
     assert [given["vision_mask"].shape[1] for given in (first, second)] == [2, 3]

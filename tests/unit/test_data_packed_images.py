@@ -189,6 +189,6 @@ def test_what_gives_items_one_by_one_has_no_budget_of_patches(folder):
 def test_documents_that_cannot_be_packed_with_images_are_sequences_and_a_note_says_why(monkeypatch):
     monkeypatch.setattr(inputs, "image_packing", lambda model: "Model lets documents see each other")
     config = load({"data": {"train": ["none"]}})
-    made, noted = inputs._packed(config, Opened(torch.nn.Linear(1, 1), None, None), images=True)
+    made, noted = inputs._packed(config, Opened(torch.nn.Linear(1, 1), None, None), True, torch.device("cpu"))
     assert made.data.packing is False
     assert noted.notes[-1] == "data.packing: each document is a sequence, since Model lets documents see each other"

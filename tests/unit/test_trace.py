@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hybrids import hybrid
 from tensors import tiny
 from torch import nn
 
@@ -66,9 +67,11 @@ def test_parameters_of_gpts(name):
     assert [unit.copy_of for unit in spec.parts[-1].units] == [None, "transformer.wte"]
 
 
-@pytest.mark.parametrize(("name", "mixing"), [("next", "linear_attention (layers.0.linear_attn)"), ("llama", None)])
+@pytest.mark.parametrize(
+    ("name", "mixing"), [("minimax", "linear_attention (layers.0)"), ("next", None), ("llama", None)]
+)
 def test_layers_that_mix_tokens_are_told_and_no_plan_cuts_their_sequences(name, mixing):
-    spec = outline(tiny(name), 16)
+    spec = outline(hybrid(name) if name == "minimax" else tiny(name), 16)
     assert spec.mixing == mixing
     refused = sp_refused(spec, 2, 1, 2)
     assert refused is None if mixing is None else "has linear_attention" in refused
