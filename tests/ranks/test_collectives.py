@@ -89,7 +89,7 @@ def held_buffers():
     return [text for text in (*files, *Path("/proc/self/maps").read_text().splitlines()) if NAME in text]
 
 
-@pytest.mark.parametrize(("world", "far"), [(3, ()), (3, (2,)), (2, (1,))])
+@pytest.mark.parametrize(("world", "far"), [(3, ()), (3, (2,)), (2, (1,)), (1, ())])
 def test_the_first_rank_alone_gathers_shards_of_all_whether_they_write_or_send(ranks, world, far):
     (found, near, sent, left), *others = ranks(world, gathered_by_the_first, far)
     shards = [i + 100 * rank for rank in range(world) for i in range(SHARD)]

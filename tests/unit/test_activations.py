@@ -8,10 +8,12 @@ from models import VOCAB, Net, batch, bits, clone, loss_of, net
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 import zero3d
 from zero3d.activations import compile_blocks, prepare_blocks, recompute
 from zero3d.errors import ConfigError
+from zero3d.models.wrappers import Compiled
 
 POLICIES = ["full", "every:1", "every:2", "every:3", "selective"]
 MODELS = ["net", "llama", "gpt2", "qwen3", "moe"]
@@ -372,3 +374,18 @@ def test_compiled_blocks_share_one_graph_without_a_break_and_draw_the_same_dropo
     assert train(other) == train(clone(model))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_a_cache_that_holds_something_is_a_compiled_block_s_in_training_and_an_empty_one_is_nobody_s():
+    block = nn.Linear(2, 2)
+    seen = []
+    block.forward = Compiled(block, lambda forward: lambda *args, **kwargs: seen.append((args, kwargs)))
+    empty, held = DynamicCache(), DynamicCache()
+    held.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), 0)
+    block(empty, past_key_values=held)
+    block(held, past_key_values=empty)
+    assert seen == [((None,), {"past_key_values": held}), ((held,), {"past_key_values": None})]
+    block.eval()(empty)
+    with torch.no_grad():
+        block.train()(empty)
+    assert seen[2:] == [((empty,), {})] * 2

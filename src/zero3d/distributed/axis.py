@@ -299,7 +299,7 @@ def start_messages(
     }
     calls = [dist.P2POp(dist.isend, part.to(place), group=group, group_peer=peer) for peer, part in sends.items()]
     calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
-    works = axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number, peer)
+    works = axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number, peer) if calls else []
     whom = [*sends, *arriving] if len(works) == len(calls) else [peer] * len(works)  # NCCL has one for all
 
     def finish() -> None:

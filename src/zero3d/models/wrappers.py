@@ -41,7 +41,15 @@ class Compiled:
         return Compiled(copy.deepcopy(self._module, memo), self._compile)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module.training and torch.is_grad_enabled():  # each block would guard its own layer of the cache
+            args = tuple(map(_without_empty_cache, args))
+            kwargs = {name: _without_empty_cache(value) for name, value in kwargs.items()}
         return self._forward(*args, **kwargs)
+
+
+def _without_empty_cache(value: Any) -> Any:
+    """Return None for a Hugging Face cache that holds nothing: training leaves its keys to nobody."""
+    return None if hasattr(value, "get_seq_length") and not int(value.get_seq_length()) else value
 
 
 class Wrapped:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
@@ -27,6 +28,7 @@ from zero3d.models.quantised_experts import stacks_of
 from zero3d.nested import map_tensors
 from zero3d.shards.cuts import Cut
 from zero3d.spec.formats import DoubleFormat, Format
+from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import slice_heads
 from zero3d.tensor_parallel.mixers import take_groups
 from zero3d.tensor_parallel.plan import Style
@@ -115,7 +117,8 @@ def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, 
     else:
         context.colwise.append(name)
     if whole or context.copies_input(name):
-        module.register_forward_pre_hook(partial(_copy_first, context.regions, name, whole), with_kwargs=True)
+        copy = Converted(context.regions.copy_to, name, whole)
+        module.register_forward_pre_hook(partial(_convert_first, copy), with_kwargs=True)
 
 
 def _cut_matrix(context: StyleContext, name: str, base: Any, dim: int, style: Style) -> None:
@@ -170,12 +173,13 @@ def _rowwise(context: StyleContext, name: str, module: nn.Module, style: Style, 
     context.handled.add(base)
     if style.kind == "rowwise_split_input":
         context.refuse_sequence(name, style)
-        module.register_forward_pre_hook(partial(_scatter_first, context.regions, name), with_kwargs=True)
+        scatter = Converted(_slice_of_last, context.regions.channel, name)
+        module.register_forward_pre_hook(partial(_convert_first, scatter), with_kwargs=True)
     else:
         context.rowwise.append(name)
     if base.bias is not None:
         base.forward = Unbiased(base)
-    module.register_forward_hook(partial(_reduce_output, context.regions, name, base))
+    module.register_forward_hook(partial(_reduce_output, Converted(context.regions.reduce_from, name), base))
 
 
 def _embedding(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -198,9 +202,11 @@ def _partial(context: StyleContext, name: str, module: nn.Module, style: Style, 
 
 
 def _experts(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
+    copy = Converted(context.regions.copy_to, name, True)
+
     def copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
         def copied(t: Tensor) -> Tensor:
-            return context.regions.copy_to(t, name, whole=True) if t.is_floating_point() else t
+            return copy(t) if t.is_floating_point() else t
 
         return map_tensors(args, copied), map_tensors(kwargs, copied)
 
@@ -217,10 +223,11 @@ def _latent(context: StyleContext, name: str, module: nn.Module, style: Style, h
     context.refuse_sequence(name, style)
     rotary = context.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
     assert isinstance(rotary, int), "of the attention around it"
+    copy = Converted(context.regions.copy_to, name, True)
 
     def copy_in(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, keys = output[..., :-rotary], output[..., -rotary:]
-        return torch.cat([latent, context.regions.copy_to(keys, name, whole=True)], -1)
+        return torch.cat([latent, copy(keys)], -1)
 
     module.register_forward_hook(copy_in)
 
@@ -234,7 +241,7 @@ def _groups(context: StyleContext, name: str, module: nn.Module, style: Style, h
 
 
 def _all_reduce(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
-    module.register_forward_hook(partial(_reduce_output, context.regions, name, None))
+    module.register_forward_hook(partial(_reduce_output, Converted(context.regions.reduce_from, name), None))
 
 
 APPLY: Mapping[str, Callable[[StyleContext, str, nn.Module, Style, Head], None]] = {
@@ -360,16 +367,30 @@ class AddedOnce:
 # --- hooks ------------------------------------------------------------------------------------------
 
 
-def _copy_first(regions: Regions, name: str, whole: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: regions.copy_to(t, name, whole))
+class Converted:
+    """Converts tensors for a module, whose name it hands on.
+
+    torch.compile guards no more of it than its type. A name it would guard by value: one graph for each block.
+    """
+
+    def __init__(self, convert: Callable[..., Tensor], *given: Any) -> None:
+        self._convert, self._given = convert, given
+
+    @_disable_dynamo
+    def __call__(self, t: Tensor) -> Tensor:
+        return self._convert(t, *self._given)
 
 
-def _scatter_first(regions: Regions, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return change_first(args, kwargs, lambda t: convert(t, Conversion("scatter_to", -1, name, regions.channel)))
+def _slice_of_last(t: Tensor, channel: Channel, name: str) -> Tensor:
+    return convert(t, Conversion("scatter_to", -1, name, channel))
 
 
-def _reduce_output(regions: Regions, name: str, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    out = regions.reduce_from(output, name)
+def _convert_first(converted: Converted, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return change_first(args, kwargs, converted)
+
+
+def _reduce_output(converted: Converted, base: Any, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    out = converted(output)
     return out if base is None or base.bias is None else out + base.bias
 
 
