@@ -201,6 +201,8 @@ def _patches_with_grid(config: Any, grid: str, sides: Sides) -> dict[str, Tensor
     vision = config.vision_config
     patch, channels = vision.patch_size, _first(vision, ("in_channels", "num_channels"), 3)
     merge = _first(vision, ("spatial_merge_size", "merge_size", "merge_kernel_size", "window_kernel_size"), 1)
+    if grid == "spatial_shapes":
+        merge = _first(config, ("downsample_factor",), merge)
     merge = merge if isinstance(merge, int) else merge[0]
     high, wide = _patches_of(sides, patch, merge)
     frames = _first(vision, ("temporal_patch_size", "patch_temporal"), 1)
