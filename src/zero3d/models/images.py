@@ -373,8 +373,8 @@ class BlankImages:
     def generating(self, given: Mapping[str, Any]) -> Iterator[None]:
         """Run the tower as often on every rank in a model's own generate, which is given this and called inside.
 
-        It runs the tower on its images in its first forward, or before that where the forward takes what this makes. Blank
-        ones run there, too, so that ranks are in step behind arguments that generate refuses.
+        It runs the tower on its images in its first forward, or before that where the forward takes what this makes.
+        Blank ones run there, too: ranks are in step behind arguments that generate refuses.
         """
         own, model = calls_of(given), inner_model(model_of(self._model))
         with torch.no_grad():
