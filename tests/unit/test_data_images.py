@@ -33,8 +33,8 @@ from zero3d.data.records import Pictured, record_of
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, DataError
 from zero3d.models import image_trial
-from zero3d.models.image_trial import check_blank_image, not_taken
-from zero3d.models.images import repeated, trial_image
+from zero3d.models.image_trial import TowerUse, check_blank_image, not_taken, tower_use
+from zero3d.models.images import give_blank_image, note_taken, repeated, trial_image
 from zero3d.models.open import open_model
 from zero3d.nested import tensors_in
 from zero3d.train.setup.vision import open_vision
@@ -621,6 +621,24 @@ def test_a_large_tower_that_reads_pixels_is_not_tried_on_a_wide_image(tmp_path, 
     model = vision.model("idefics3")
     assert not_taken(model, trial_image(model), 3, vision.IMAGE, quick=True) is None
     assert "makes 4 features of it" in not_taken(model, trial_image(model), 3, vision.IMAGE)
+
+
+def test_a_module_that_runs_twice_has_the_place_of_its_first_run():
+    model = vision.model("llava")
+    first, second = (f"model.vision_tower.encoder.layers.{number}" for number in (0, 1))
+    read = {name for name, _ in model.named_parameters()}
+    order = image_trial._order_of_use(model, image_trial._Tried(None, (first, second, first), read))
+    assert order[f"{first}.layer_norm1.weight"] < order[f"{second}.layer_norm1.weight"]
+
+
+def test_a_tower_that_fails_on_two_images_is_an_error_where_each_rank_must_run_it_alike():
+    """Also where one has been tried: what nobody knows is how often the modules run."""
+    model = vision.model("llava")
+    give_blank_image(model, {"pixel_values": torch.ones(1, 3, 5, 5)})
+    note_taken(model)
+    assert tower_use(model) == TowerUse()
+    with pytest.raises(ValueError, match=r"5\*5"):
+        tower_use(model, strict=True)
 
 
 def test_a_processor_with_the_models_numbers_is_tried_once(tmp_path, monkeypatch):
