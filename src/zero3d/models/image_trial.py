@@ -101,7 +101,7 @@ def check_blank_image(model: nn.Module) -> None:
         raise no_blank_image(model, error) from error
 
 
-class _ByShapes(FakeTensorMode):  # type: ignore[misc]
+class _ByShapes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Computes shapes alone of floating numbers, and values of few whole ones: towers read an image's size and grid."""
 
     def known(self, t: Tensor) -> Any:
