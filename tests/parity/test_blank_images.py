@@ -287,6 +287,25 @@ def test_what_a_rank_of_text_owes_a_generation_is_run_once_and_not_behind_one_th
     assert len(runs) == 1
 
 
+def train_behind_a_refused_generation(name):
+    """Losses of two steps, of each behind a generation without an unknown keyword and behind one with it."""
+    rank, found = torch.distributed.get_rank(), []
+    for unknown in ({}, {"temperature_of_mine": 3}):
+        engine = zero3d.Engine(model(name), stage=3, precision="fp32", optimizer=adamw)
+        losses = []
+        for step in batches(name)[:2]:  # with images on the first rank alone, and on the second
+            with pytest.raises(ValueError, match="temperature_of_mine") if unknown else nullcontext():
+                generate(engine, step[rank], **unknown)
+            losses.append(float(engine.train_batch([step[rank]])))
+        found.append((losses, engine.blanks.ran))
+    return found
+
+
+def test_a_generation_that_refuses_an_argument_leaves_ranks_in_step(ranks):
+    for plain, behind in ranks(2, train_behind_a_refused_generation, "qwen3_vl"):
+        assert behind == plain
+
+
 def held_behind_a_generation(name):
     """Units that are still held for a generation behind it, and behind one that fails; how many are held inside."""
     engine, rank = zero3d.Engine(model(name), stage=3, precision="fp32", optimizer=adamw), torch.distributed.get_rank()

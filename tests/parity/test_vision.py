@@ -141,3 +141,23 @@ def test_on_two_ranks_the_first_backward_reduces_each_unit_as_it_comes_to_it(ran
     for observed, above in ranks(2, orders_of_reductions, name, deep):
         assert observed == sorted(observed)
         assert above == {}
+
+
+def planned_and_gathered(name):
+    """Units in the order in which a first forward expects to gather them, and in which it does."""
+    engine = zero3d.Engine(model(name, blocks=4), stage=3, precision="fp32", optimizer=adamw)
+    order = engine.gathers.training
+    planned = [unit.name for unit in order._plan.units]
+    loss = engine(**micro_batch(name, torch.Generator().manual_seed(1)), use_cache=False).loss
+    gathered = [unit.name for unit in order._record.units if unit.name in planned]
+    engine.backward(loss)
+    return planned, gathered
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3_vl" else pytest.param(name, marks=pytest.mark.long) for name in EVERY]
+)
+def test_a_first_forward_gathers_ahead_what_it_comes_to(ranks, name):
+    """DeepStack's mergers lie behind the tower's blocks, and run between them; Gemma 4's tower behind its language model."""
+    for planned, gathered in ranks(2, planned_and_gathered, name):
+        assert planned == gathered

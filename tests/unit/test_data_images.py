@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
@@ -21,18 +22,21 @@ from zero3d.data.conversations import Malformed, from_llava, from_messages
 from zero3d.data.dataset import open_data
 from zero3d.data.image_files import BadImage, decode, size_of
 from zero3d.data.image_tokens import ImageTokens
-from zero3d.data.images import Vision
+from zero3d.data.images import Vision, open_processor
 from zero3d.data.json_list import list_items
 from zero3d.data.kept_images import ImageWriter, KeptImages, Pictures
 from zero3d.data.mixture import Member, Mixture
 from zero3d.data.modality import ModalityOrder, mixed
 from zero3d.data.orders import MixedOrder, Order
+from zero3d.data.processor_sizes import check_sizes
 from zero3d.data.records import Pictured, record_of
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, DataError
 from zero3d.models import image_trial
-from zero3d.models.image_trial import check_blank_image
+from zero3d.models.image_trial import TowerUse, check_blank_image, not_taken, tower_use
+from zero3d.models.images import give_blank_image, note_taken, repeated, trial_image
 from zero3d.models.open import open_model
+from zero3d.nested import tensors_in
 from zero3d.train.setup.vision import open_vision
 
 TAKES = frozenset({"pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask", "token_type_ids",
@@ -504,7 +508,9 @@ def test_a_sample_whose_images_do_not_fit_into_a_sequence_is_dropped_and_counted
     three = record(["0.png", "1.png", "2.png"], question="<image><image>")
     data = opened(folder, [three, record()], length=12)
     assert len(data.train) == 1
-    assert "training: 1 example truncated to 12 tokens; 1 sample whose images do not fit dropped" in data.notes
+    why = "1 with tokens of images behind data.length=12 (the shortest needs 17)"
+    why += "; no sample with images is left: type data.length=17 at least"
+    assert f"training: 1 example truncated to 12 tokens; 1 sample whose images do not fit dropped ({why})" in data.notes
 
 
 def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
@@ -514,6 +520,43 @@ def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be used"):
         Vision(tmp_path, TAKES)
+
+
+@pytest.mark.parametrize(("family", "settings", "why"), [
+    ("qwen3_vl", {"size": {"shortest_edge": 10**9, "longest_edge": 10**9}},
+     "size.shortest_edge 1,000,000,000 the processor makes at least 1,000,000,000 pixels of an image, "
+     "x 3 colours x 4 bytes = 12,000,000,000 bytes, and more than 67,108,864 pixels are refused"),
+    ("qwen3_vl", {"size": None, "min_pixels": 10**9, "max_pixels": 10**9}, "min_pixels 1,000,000,000 the"),
+    ("qwen3_vl", {"patch_size": 14000}, "patch_size 14,000 the processor makes patches of at least 28,000 x 28,000"),
+    ("llava", {"size": {"shortest_edge": 33600}}, "size.shortest_edge 33,600 the processor makes 33,600 x 33,600 = 1,1"),
+    ("llava", {"crop_size": {"height": 10**6, "width": 336}}, "crop_size.height 1,000,000 the processor makes"),
+])  # fmt: skip
+def test_a_processor_whose_sizes_are_a_typo_is_refused_before_it_is_called(
+    tmp_path, monkeypatch, family, settings, why
+):
+    save_processor(tmp_path, family)
+    vision.config(family).save_pretrained(tmp_path)
+    file = tmp_path / ("preprocessor_config.json" if family == "qwen3_vl" else "processor_config.json")
+    given = json.loads(file.read_text())
+    part = given.get("image_processor", given)
+    part |= settings
+    file.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
+    monkeypatch.setattr(Vision, "_call", None)
+    with pytest.raises(ConfigError, match="^" + re.escape(f"{file}: with {why}")):
+        Vision(tmp_path, TAKES)
+
+
+@pytest.mark.parametrize(("family", "settings"), [
+    ("qwen3_vl", {"size": {"shortest_edge": 3136, "longest_edge": 10**9}}),
+    ("llava", {"crop_size": {"height": 10**6, "width": 336}, "do_center_crop": False}),
+])  # fmt: skip
+def test_a_bound_or_a_size_that_makes_no_pixels_is_taken(tmp_path, family, settings):
+    save_processor(tmp_path, family)
+    vision.config(family).save_pretrained(tmp_path)
+    processor = open_processor(tmp_path).image_processor
+    for name, value in settings.items():
+        setattr(processor, name, value)
+    check_sizes(processor, tmp_path, ())
 
 
 def vision_of(folder):
@@ -545,6 +588,59 @@ def test_a_processor_of_another_model_is_refused_at_the_start_with_the_numbers_o
         vision_of(model)
 
 
+@pytest.mark.parametrize(("family", "settings", "why"), [
+    ("llava_next", {"image_grid_pinpoints": [[28, 28]]},
+     r"\[1, 3, 3, 28, 28\] and 14 tokens, and the model makes 10 features of it.*\[\[28, 56\], .*config.json has .*\[\[28, 28\]\]"),
+])  # fmt: skip
+def test_a_processor_that_is_its_models_on_the_smallest_image_alone_is_refused_by_a_wide_one(
+    tmp_path, family, settings, why
+):
+    model = Path(save_model(tmp_path, family))
+    vision_of(model)
+    given = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(given | settings))
+    start = f"^the processor of {model} is not that of its model: of an image of 1000 x 600 pixels it makes .*"
+    with pytest.raises(ConfigError, match=start + why):
+        vision_of(model)
+
+
+@pytest.mark.parametrize("family", ["llava_next", pytest.param("qwen2_5_vl", marks=pytest.mark.long), "qwen3_vl"])
+def test_a_large_tower_that_reads_whole_numbers_alone_is_tried_by_shapes(monkeypatch, family):
+    """Two images of it, whose sizes, grids and windows it reads."""
+    model = vision.model(family)
+    inputs = repeated(trial_image(model), 2)
+    by_values = image_trial._tried(model, inputs, ["model"])
+    monkeypatch.setattr(image_trial, "SMALL", 0)
+    by_shapes = image_trial._tried(model, inputs, ["model"], quick=True)
+    made = [[t.shape for t in tensors_in(tried.features.pooler_output)] for tried in (by_values, by_shapes)]
+    assert made[0] == made[1]
+
+
+def test_a_large_tower_that_reads_pixels_is_not_tried_on_a_wide_image(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_trial, "SMALL", 0)
+    model = vision.model("idefics3")
+    assert not_taken(model, trial_image(model), 3, vision.IMAGE, quick=True) is None
+    assert "makes 4 features of it" in not_taken(model, trial_image(model), 3, vision.IMAGE)
+
+
+def test_a_module_that_runs_twice_has_the_place_of_its_first_run():
+    model = vision.model("llava")
+    first, second = (f"model.vision_tower.encoder.layers.{number}" for number in (0, 1))
+    read = {name for name, _ in model.named_parameters()}
+    order = image_trial._order_of_use(model, image_trial._Tried(None, (first, second, first), read))
+    assert order[f"{first}.layer_norm1.weight"] < order[f"{second}.layer_norm1.weight"]
+
+
+def test_a_tower_that_fails_on_two_images_is_an_error_where_each_rank_must_run_it_alike():
+    """Also where one has been tried: what nobody knows is how often the modules run."""
+    model = vision.model("llava")
+    give_blank_image(model, {"pixel_values": torch.ones(1, 3, 5, 5)})
+    note_taken(model)
+    assert tower_use(model) == TowerUse()
+    with pytest.raises(ValueError, match=r"5\*5"):
+        tower_use(model, strict=True)
+
+
 def test_a_processor_with_the_models_numbers_is_tried_once(tmp_path, monkeypatch):
     _, model = vision_of(save_model(tmp_path))
     monkeypatch.setattr("zero3d.models.image_trial._tried", None)
@@ -554,7 +650,7 @@ def test_a_processor_with_the_models_numbers_is_tried_once(tmp_path, monkeypatch
 def test_a_model_with_more_features_than_tokens_is_asked_itself(tmp_path, monkeypatch):
     folder = save_model(tmp_path)
     raw = image_trial._tried
-    monkeypatch.setattr("zero3d.models.image_trial._tried", lambda *given: more(raw(*given)))
+    monkeypatch.setattr("zero3d.models.image_trial._tried", lambda *given, **named: more(raw(*given, **named)))
     vision_of(folder)
 
 

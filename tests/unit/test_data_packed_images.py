@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import warnings
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ from zero3d.config import load
 from zero3d.data.dataset import open_data
 from zero3d.data.images import Vision
 from zero3d.data.tokenizers import load_tokenizer
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, DataError
 from zero3d.models.document_positions import DocumentPositions
 from zero3d.models.open import Opened
 from zero3d.train.setup import inputs
@@ -119,6 +120,16 @@ def test_a_micro_batch_has_no_more_patches_than_its_budget(folder, packing):
     assert max(len(documents_of(data[index])) for index in range(len(data))) > 2 if packing else True
     with pytest.raises(ConfigError, match=r"data\.patches=1 / train\.micro_batch=2 leaves a sequence no patch"):
         opened(folder, rows, micro_batch=2, patches=1)
+
+
+def test_images_that_do_not_fit_are_told_with_the_limit_and_what_to_type_where_all_are_dropped(folder):
+    two, limits = record(["0.png", "1.png"], question="<image>what"), {"micro_batch": 3, "patches": 5}
+    why = "1 with more patches than data.patches / train.micro_batch = 1 (the smallest has 2)"
+    remedy = "; no sample with images is left: type data.patches=6 (= 2 x 3) at least"
+    assert opened(folder, [two, record("0.png")], **limits).limits == why
+    assert opened(folder, [two, record()], **limits).limits == why + remedy
+    with pytest.raises(DataError, match=re.escape(f"; images of 1 more do not fit: {why}{remedy})")):
+        opened(folder, [two], **limits)
 
 
 def test_nothing_is_learnt_of_a_packed_document_whose_image_is_damaged(folder):

@@ -107,6 +107,19 @@ def test_what_counts_rows_may_be_counted_itself():
     }  # fmt: skip
 
 
+def test_what_a_document_has_one_row_of_counts_none():
+    """The largest grid of its images tells how many patches a document of one image has, and not one of several."""
+    grids = {112: [2, 3], 1000: [2, 5], 450: [2, 4]}
+
+    def process(documents):
+        of = [torch.tensor([grids[image.width] for image in images]) for images in documents]
+        rows = sum(int(each.prod(1).sum()) for each in of)
+        return {"pixel_values": torch.ones(rows, 4), "largest": torch.stack([each.amax(0) for each in of])}
+
+    rules = find_rules(process, ["pixel_values", "largest"])
+    assert rules.of == {"largest": Rule(DOCUMENT), "pixel_values": Rule(PART, per=Fraction(0))}
+
+
 def test_what_is_in_proportion_to_the_rows_of_two_images_by_chance_counts_none():
     """A number of colours is twice the tiles of the small image and of the large one, and not of a third."""
     rows = {112: 2, 1000: 6, 450: 3}

@@ -8,16 +8,13 @@ import vision
 from zero3d.models import packing_images
 from zero3d.models.document_masks import DocumentMasks
 from zero3d.models.document_positions import DocumentPositions
+from zero3d.models.fp64 import StaysInFp64
 from zero3d.models.packing import as_row, check_packing, given_in_training
 from zero3d.models.packing_images import image_packing
 from zero3d.pipeline.split import chain_of
 
 PACKED = [name for name in vision.EVERY if name != "qwen3_5"]
 SHORT = ("gemma3", "internvl", "qwen3_vl")
-NEAR = {  # not 1e-12
-    "llama4": 1e-8,  # it rotates in fp32
-    "paligemma": 1e-9,  # its own positions begin at 1, and angles are computed in fp32
-}
 KINDS = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -63,19 +60,19 @@ def test_packed_documents_with_images_are_what_they_are_alone(name):
                 p.normal_(std=0.3)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the usual one has no fp64
-    give, near = given_in_training(model, False, 1), NEAR.get(name, 1e-12)
+    give = given_in_training(model, False, 1)
     documents = [document(name, 9, 0, 1), document(name, 0, 5, 2), document(name, 3, 4, 3)]
 
     def logits(row):
         given = {key: value.double() if value.is_floating_point() else value for key, value in row.items()}
-        with torch.no_grad():
+        with torch.no_grad(), StaysInFp64():  # Llama 4 rotates in fp32, and all compute angles so
             return model(**give(given)).logits[0]
 
     lengths = [each["input_ids"].shape[1] for each in documents]
     packed = logits(row_of(model, documents)).split(lengths)
     for made, each in zip(packed, documents, strict=True):
         wanted = logits(each)
-        assert (made - wanted).abs().max() <= near * wanted.abs().max()
+        assert (made - wanted).abs().max() <= 1e-12 * wanted.abs().max()
     other = documents[0] | {"pixel_values": document(name, 9, 0, 4)["pixel_values"]}
     moved = logits(row_of(model, [other, *documents[1:]])).split(lengths)
     assert [made.equal(before) for made, before in zip(moved, packed, strict=True)] == [False, True, True]
@@ -134,3 +131,14 @@ def test_attention_without_our_masks_is_named():
     model = vision.model("gemma3")
     model.config.text_config._attn_implementation = "flex_attention"
     assert "made for eager and sdpa attention" in image_packing(model)
+
+
+def test_masks_are_made_for_the_attention_that_the_model_had():
+    """Sequence parallelism sets another one in the model's own config."""
+    model = vision.model("gemma3")
+    masks, row = DocumentMasks.of(model), row_of(model, [document("gemma3", 2, 0, 1), document("gemma3", 0, 3, 2)])
+    made = masks.of_documents(row)["attention_mask"]
+    model.config.text_config._attn_implementation = "flex_attention"
+    again = masks.of_documents(row)["attention_mask"]
+    assert made.keys() == again.keys()
+    assert all(again[kind].equal(mask) for kind, mask in made.items())

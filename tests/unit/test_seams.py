@@ -1,12 +1,14 @@
 """The seams in transformers and Accelerate are where ours expect them: the name of one that moved is in the failure."""
 
 import inspect
+import warnings
 from types import SimpleNamespace
 
 import accelerate
 import pytest
 import torch
 import transformers
+import vision
 from accelerate.optimizer import AcceleratedOptimizer
 
 import zero3d
@@ -129,3 +131,26 @@ def test_vllm_of_a_trainers_own_is_refused_with_the_reason(monkeypatch):
         zero3d.errors.ConfigError, match=r"use_vllm=True: .* shards here; and vLLM computes on GPUs, of .*Leave"
     ):
         SEAMS["create_accelerator_and_postprocess"](lambda: None, trainer)
+
+
+@pytest.mark.parametrize(("family", "world", "alike", "completions", "on", "said"), [
+    ("llava", 2, 1, True, False, 1),
+    ("llava", 2, 1, False, False, 0),
+    ("llava", 2, 2, True, True, 0),
+    ("llava", 1, 1, True, True, 0),
+    (None, 2, 1, True, True, 0),
+])  # fmt: skip
+def test_images_are_not_logged_by_ranks_of_which_some_may_have_none(family, world, alike, completions, on, said):
+    """By TRL's GRPO: they are gathered there. Ranks that are given the same prompts may."""
+    args = SimpleNamespace(world_size=world, log_completions=completions, process_index=0)
+    trainer = SimpleNamespace(
+        args=args, accelerator=SimpleNamespace(alike=alike), callback_handler=SimpleNamespace(callbacks=[]),
+        model=vision.model(family) if family else torch.nn.Linear(2, 2), log_multimodal=True,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert SEAMS["train"](lambda: "trained", trainer) == "trained"
+    assert trainer.log_multimodal is on
+    lines = [str(each.message) for each in caught]
+    assert len(lines) == said
+    assert all("Type GRPOConfig(log_multimodal=False)" in line for line in lines)

@@ -9,7 +9,8 @@ borders.py   which tokens lie behind a border of a text
 store.py     ... kept on disk, memory-mapped
 packing.py   documents -> spans -> sequences
 sequences.py sequences -> tensors
-images.py    a model's processor: images -> tokens, pixels (image_rules.py: what its outputs belong to)
+images.py    a model's processor: images -> tokens, pixels (image_rules.py: what its outputs belong to;
+             processor_sizes.py: how many pixels its settings make)
 own.py       a user's own function -> the same
 mixture.py   several sources -> one, with weights
 orders.py    the order of a run

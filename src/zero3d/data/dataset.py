@@ -86,7 +86,7 @@ def open_data(
             f"data.patches={micro_batch} at least, or a smaller micro-batch."
         )
     how = replace(how, processes=data.processes)
-    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, vision, how, patches)
+    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, vision, how, patches, micro_batch)
     fraction = 0.0 if isinstance(data.validation, tuple) else data.validation
     sources = [opener.open(part, fraction) for part in parts_of(data.train, data.format)]
     trained = [source for source in sources if source.part.weight != 0]
@@ -139,6 +139,7 @@ class _Opener:
     vision: Vision | None
     how: Tokenizing
     patches: int | None
+    rows: int
 
     def open(self, part: Part, fraction: float = 0.0) -> _Source:
         """Open a part, with a fraction of it held out."""
@@ -220,12 +221,14 @@ class _Opener:
             sequences = Sequences(store, documents, data.length, data.packing, pad, self.multiple)
         else:
             skip, apart = data.skip_bad_lines, data.group_by_modality
-            source = ImageSource(images.folder, images.vision, skip, apart, self.patches)
+            source = ImageSource(images.folder, images.vision, skip, apart, self.patches, self.rows)
             sequences = ImageSequences(store, documents, data.length, data.packing, pad, self.multiple, source)
         if not len(sequences):
+            cut = f"{sequences.truncated:,} truncated to data.length={data.length}"
+            unfit = f"; images of {sequences.unfit:,} more do not fit: {sequences.limits}" if sequences.unfit else ""
             raise DataError(
                 f"nothing to learn: {sequences.documents:,} documents make no sequence with a target "
-                f"({sequences.dropped:,} dropped, {sequences.truncated:,} truncated to data.length={data.length})."
+                f"({sequences.dropped:,} dropped, {cut}{unfit})."
             )
         return sequences
 
@@ -260,7 +263,7 @@ def _describe(what: str, part: Part, sequences: Samples, store: TokenStore | Non
         (store.meta.across if store else 0, "example", ACROSS),
         (sequences.truncated, "example", f"truncated to {sequences.length} tokens"),
         (sequences.dropped, "sample", "without a target dropped"),
-        (sequences.unfit, "sample", "whose images do not fit dropped"),
+        (sequences.unfit, "sample", f"whose images do not fit dropped ({sequences.limits})"),
     ]
     losses = [f"{_number(count, noun)} {fate}" for count, noun, fate in missing if count]
     if losses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class ImageSource:
     skip     nothing is learnt of a document with a damaged image
     apart    packed rows are of documents with images, or of others
     patches  most in a row, of all its images
+    rows     of a micro-batch, which share data.patches out
     """
 
     folder: Path
@@ -36,6 +38,7 @@ class ImageSource:
     skip: bool
     apart: bool = True
     patches: int | None = None
+    rows: int = 1
 
 
 class ImageSequences(Sequences):
@@ -54,21 +57,47 @@ class ImageSequences(Sequences):
         self._starts, self._images = numpy.asarray(store.documents().starts), images
         self._kept = KeptImages(store.folder)
         at = self._documents(documents.starts)
-        fits = numpy.asarray(self._kept.ends[at] <= length)
-        if images.patches is not None:
-            fits &= self._kept.patches[at] <= images.patches
-        super().__init__(store, documents.some(fits), length, packing, pad, multiple)
-        self.unfit = int((~fits).sum())
+        long = numpy.asarray(self._kept.ends[at] > length)
+        many = numpy.asarray(self._kept.patches[at] > (images.patches or inf))
+        super().__init__(store, documents.some(~(long | many)), length, packing, pad, multiple)
+        self.unfit = int((long | many).sum())
+        self.limits = self._limits(at, long, many) if self.unfit else ""
         self._damaged = 0  # images met so far in this process
 
     def _planned(self, documents: Documents) -> Plan:
-        if not self.packing:
+        if not self.packing or not len(documents.starts):
             return super()._planned(documents)
         has, most = self._kept.has[self._documents(documents.starts)], self._images.patches
         budget = None if most is None else Budget(lambda starts: self._kept.patches[self._documents(starts)], most)
         kinds = [has, ~has] if self._images.apart else [numpy.ones(len(has), bool)]
         of = self.length, self.packing, self._store.targets, budget
         return joined([plan(documents.some(kind), *of) for kind in kinds if kind.any()])
+
+    def _limits(self, documents: Any, long: NDArray[numpy.bool_], many: NDArray[numpy.bool_]) -> str:
+        """Say why images of documents do not fit, and what to type where none with images does.
+
+        documents   numbers of all
+        long, many  which of them have images' tokens behind data.length, and more patches than a row may have
+        """
+        ends, patches, rows = self._kept.ends[documents], self._kept.patches[documents], self._images.rows
+        told = []
+        if long.any():
+            told.append(
+                f"{long.sum():,} with tokens of images behind data.length={self.length} (the shortest needs "
+                f"{ends[long].min():,})"
+            )
+        if many.any():
+            told.append(
+                f"{many.sum():,} with more patches than data.patches / train.micro_batch = {self._images.patches:,} "
+                f"(the smallest has {patches[many].min():,})"
+            )
+        has = numpy.flatnonzero(self._kept.has[documents])
+        if not (long | many)[has].all():
+            return ", ".join(told)
+        least = min(has, key=lambda each: (patches[each], ends[each]))
+        typed = [f"data.length={ends[least]}"] if long[least] else []
+        typed += [f"data.patches={patches[least] * rows} (= {patches[least]} x {rows})"] if many[least] else []
+        return f"{', '.join(told)}; no sample with images is left: type {' and '.join(typed)} at least"
 
     @property
     def identity(self) -> dict[str, int | str]:

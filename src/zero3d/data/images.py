@@ -29,6 +29,7 @@ from torch import Tensor
 from zero3d.data.borders import Span
 from zero3d.data.image_files import BadImage
 from zero3d.data.image_rules import Outputs, Rule, Rules, find_rules
+from zero3d.data.processor_sizes import check_sizes
 from zero3d.data.tokenizers import is_panic
 from zero3d.errors import ConfigError
 from zero3d.models.document_masks import TOLD_APART
@@ -42,7 +43,7 @@ KINDS = (*TOLD_APART, "moe_mm_token_type_ids")  # what tells tokens of images fr
 PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")  # which some processors need beside Pillow
 SIDES = (1, 2, 4, 8, 16, 28, 32, 56, 64, 112, 224, 448)  # pixels of a blank image: the first that a processor takes
 SETTINGS = ("size", "crop_size", "patch_size", "merge_size", "temporal_patch_size", "image_seq_length", "image_seq_len",
-            "num_additional_image_tokens", "vision_feature_select_strategy")  # fmt: skip
+            "num_additional_image_tokens", "vision_feature_select_strategy", "image_grid_pinpoints")  # fmt: skip
 LONGEST = 300  # characters of an error of transformers
 Size = tuple[int, int]  # width, height
 
@@ -78,6 +79,7 @@ class Vision:
         self.folder, self.takes = folder, takes
         self.positions = positions
         self._processor = open_processor(folder)
+        check_sizes(self._processor.image_processor, folder, FILES)
         self.tokenizer = self._processor.tokenizer
         self._options = self._processor._merge_kwargs(
             self._processor.valid_processor_kwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs

@@ -69,10 +69,11 @@ class Samples(Protocol):
 class Sequences:
     """The sequences of a set of documents. Only numpy arrays and a path travel to a worker.
 
-    unfit  documents left out because their images' tokens do not fit into a sequence
+    unfit   documents left out because their images do not fit into a sequence
+    limits  which limits they do not fit into
     """
 
-    unfit = 0
+    unfit, limits = 0, ""
 
     def __init__(
         self, store: TokenStore, documents: Documents, length: int, packing: bool | str, pad: int, multiple: int = 1

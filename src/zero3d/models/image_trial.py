@@ -1,7 +1,8 @@
 """Sequences with images for a run without weights, whose vision tower is not run again.
 
-A tower of half a billion parameters takes seconds for an image on a CPU, even of zeros. So its features are made of
-shapes alone, where it reads no values, and stand for what it would return.
+A tower of half a billion parameters takes seconds for an image on a CPU, even of zeros. So features of large ones are
+made of shapes alone, where they read no values but those of whole numbers (sizes, grids, places), and stand for what
+they would return.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from zero3d.errors import ConfigError
@@ -38,6 +40,11 @@ from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors, tensors_in
 
 SEQUENCES, TEXT = 2, 3  # sequences of a trial, and tokens of each beside its image's
+SMALL = 10**11  # parameters x numbers of an image of a tower that runs sooner by values than by shapes
+KNOWN = 1 << 16  # whole numbers of a tensor whose values are kept where others have shapes alone
+WHOLE = (torch.int64, torch.int32, torch.bool)
+ARANGE, FILLED = torch.ops.aten.arange, (torch.ops.aten.zeros, torch.ops.aten.ones, torch.ops.aten.full)
+READS_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 
 class TrialImages(NamedTuple):
@@ -88,31 +95,57 @@ def check_blank_image(model: nn.Module) -> None:
         return
     try:
         _tried(model, image_inputs(model, smallest=True), ())
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except READS_VALUES:
         return  # in a dry run, which says so itself
     except Exception as error:  # any error of its own, quoted
         raise no_blank_image(model, error) from error
+
+
+class _ByShapes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Computes shapes alone of floating numbers, and values of few whole ones: towers read an image's size and grid."""
+
+    def known(self, t: Tensor) -> Any:
+        """Return a tensor whose values are read where it is computed with."""
+        return self.fake_tensor_converter.from_real_tensor(self, t, make_constant=True)
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """Return whether a result's values are kept."""
+        return t.dtype in WHOLE and t.numel() <= KNOWN and type(t) is Tensor and t.device.type != "meta"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute `func`; what makes whole numbers of none, such as arange, is known."""
+        kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", None)
+        if packet is ARANGE or (packet in FILLED and kwargs.get("dtype") in WHOLE):
+            with no_dispatch():
+                made: Tensor = func(*args, **kwargs)
+            if self.may_turn_const(made):
+                return self.known(made)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Reached(Exception):
     """Ends a forward at its language model."""
 
 
-def not_taken(model: nn.Module, inputs: dict[str, Tensor], tokens: int, image: int) -> str | None:
+def not_taken(model: nn.Module, inputs: dict[str, Tensor], tokens: int, image: int, quick: bool = False) -> str | None:
     """Return what a model finds wrong with an image for which there are so many tokens `image`; None where nothing.
 
     The shapes of its features tell where they are as many. Else the model's own forward decides, up to its language
-    model, without weights: some have more features than tokens.
+    model, without weights: some have more features than tokens. quick: nothing is found where that takes long.
     """
     shapes = {name: t for name, t in inputs.items() if name not in TOLD_APART}
     found = ""
     try:
         takes = inspect.signature(base_of(model).get_image_features).parameters
-        features = _tried(model, {name: t for name, t in shapes.items() if name in takes}, ()).features.pooler_output
+        given = {name: t for name, t in shapes.items() if name in takes}
+        features = _tried(model, given, (), quick=quick).features.pooler_output
         made = sum(prod(t.shape[:-1]) for t in tensors_in(features))
         if made == tokens:
             return None
         found = f"makes {made:,} feature{'' if made == 1 else 's'} of it"
+    except READS_VALUES:
+        return None
     except Exception as error:  # noqa: BLE001 (any error of its own, quoted)
         found = f"raises {type(error).__name__}: {_line(error)}"
     trial = copy_with(model, without_weights(model)).eval()
@@ -164,7 +197,7 @@ def tower_use(model: nn.Module, strict: bool = False) -> TowerUse:
     try:
         one = image_inputs(model, smallest=True)
         first, second = (_tried(whole, repeated(one, count), names, graph=True) for count in (1, 2))
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except READS_VALUES:
         return TowerUse()
     except Exception:  # any error of its own
         if strict:
@@ -206,21 +239,30 @@ class _Tried(NamedTuple):
     read: Set[str] = frozenset()
 
 
-def _tried(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str], graph: bool = False) -> _Tried:
-    """Run a tower by shapes alone where it reads no values. graph: tell what features are made of."""
+def _tried(
+    model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str], graph: bool = False, quick: bool = False
+) -> _Tried:
+    """Run a tower, a large one by shapes alone where it reads no values of pixels.
+
+    graph  tell what features are made of
+    quick  raise one of READS_VALUES where that takes long
+    """
+    small = sum(p.numel() for p in tower_parameters(model)) * max(t.numel() for t in inputs.values()) <= SMALL
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which writes callstacks of what is only tried
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        return _features(model, inputs, modules, True, graph)
-    except (DataDependentOutputException, DynamicOutputShapeException):
+        return _features(model, inputs, modules, not small, graph)
+    except READS_VALUES:
+        if small or quick:
+            raise
         return _features(model, inputs, modules, False, graph)
     finally:
         log.setLevel(level)
 
 
 def _features(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str], shapes: bool, graph: bool) -> _Tried:
-    """Run a tower; `shapes`: without computing any."""
+    """Run a tower; `shapes`: without computing any but whole numbers."""
     ran: list[str] = []
     trial = copy_with(model, without_weights(model)).eval()
     for name in modules:
@@ -228,10 +270,10 @@ def _features(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str
     dtype = next(trial.parameters()).dtype
     given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
     dry = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True) if shapes and not dry else nullcontext(),
-        torch.set_grad_enabled(graph),
-    ):
+    mode = _ByShapes(allow_non_fake_inputs=True) if shapes and not dry else None
+    if mode is not None:
+        given = {name: mode.known(t) if mode.may_turn_const(t) else t for name, t in given.items()}
+    with mode or nullcontext(), torch.set_grad_enabled(graph):
         features = tower_output(trial, given)
     leaves = _leaves(read_features(trial, features)) if graph else set()
     read = {name for name, p in trial.named_parameters() if p in leaves}

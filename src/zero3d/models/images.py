@@ -48,6 +48,7 @@ SEEN = ("pixel_values", "pixel_values_videos")  # of these, too, each by a call 
 CALLS = "tower_calls"  # entry of a micro-batch: how often the tower runs in its forward, on every rank
 TWO_RESOLUTIONS = ("deepseek_ocr2", "unlimited_ocr")  # types whose towers are two, of which SAM is the first
 ENCODED = "mm_encoder_outputs"  # what a forward takes of images that transformers' generate has encoded
+ENCODES = "_maybe_prepare_encoder_kwargs_for_generation"  # the method in which it does so, its arguments checked
 AT_BLOCKS = "deepstack_features"  # of an output: tensors, or in Granite 4 pairs of a block and what is added there
 RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
 GIVEN = "zero3d_blank_image"  # the attribute of a base model with what its processor made
@@ -375,20 +376,38 @@ class BlankImages:
         """Run the tower as often on every rank in a model's own generate, which is given this and called inside.
 
         It runs the tower on its images in its first forward, or before that where the forward takes what this makes.
+        Blank ones run there, too: ranks are in step behind arguments that generate refuses.
         """
-        own, takes = calls_of(given), inspect.signature(inner_model(model_of(self._model)).forward).parameters
+        own, model = calls_of(given), inner_model(model_of(self._model))
         with torch.no_grad():
             calls = self._agree(own)
             due = 0 if calls is None else calls - own
-            with self._held() if calls and ENCODED in takes else nullcontext():
-                try:
-                    if ENCODED in takes:
-                        self._encoded = self._blank(due, image_model(self._model).get_input_embeddings().weight)
-                    else:
-                        self._due_first = due
+            if ENCODED in inspect.signature(model.forward).parameters:
+                with self._held() if calls else nullcontext(), self._encoding(model, due):
                     yield
-                finally:
-                    self._due_first, self._encoded = 0, []
+                return
+            self._due_first = due
+            try:
+                yield
+            finally:
+                self._due_first = 0
+
+    @contextmanager
+    def _encoding(self, model: nn.Module, due: int) -> Iterator[None]:
+        """Let a model's generate run the tower on blank images, so often, where it runs it on images."""
+        encode: Callable[..., Any] = getattr(model, ENCODES)
+
+        def then_blank(*args: Any, **kwargs: Any) -> Any:
+            made = encode(*args, **kwargs)
+            self._encoded = self._blank(due, image_model(self._model).get_input_embeddings().weight)
+            return made
+
+        vars(model)[ENCODES] = then_blank
+        try:
+            yield
+        finally:
+            self._encoded = []
+            del vars(model)[ENCODES]
 
     def _add(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not self._due and not self._encoded:

@@ -12,7 +12,7 @@ from zero3d.config import Config
 from zero3d.data.conversations import as_texts, has_images
 from zero3d.data.files import find_sources, function_of, parts_of_data
 from zero3d.data.image_files import BadImage, require_pillow
-from zero3d.data.images import Size, Vision
+from zero3d.data.images import Size, Vision, white
 from zero3d.data.own import OwnData
 from zero3d.data.records import BadRecord, Pictured, Record, first_record, has_pictures, record_of
 from zero3d.errors import ConfigError
@@ -24,8 +24,9 @@ from zero3d.models.open import Opened
 
 SETTINGS = (
     "image_size", "patch_size", "spatial_merge_size", "merge_size", "temporal_patch_size", "mm_tokens_per_image",
-    "image_seq_length", "downsample_ratio", "scale_factor", "vision_feature_select_strategy",
+    "image_seq_length", "downsample_ratio", "scale_factor", "vision_feature_select_strategy", "image_grid_pinpoints",
 )  # fmt: skip
+WIDE = (1000, 600)  # of an image worth several tiles: one of the smallest size may have as many tokens by chance
 
 
 def open_vision(config: Config, opened: Opened) -> Vision | None:
@@ -56,20 +57,22 @@ def open_vision(config: Config, opened: Opened) -> Vision | None:
         blank, size = vision.blank()
         give_blank_image(opened.module, blank)
         _check_taken(opened, vision, blank, size)
+        note_taken(opened.module)
+        if vision.tokens([WIDE]) != vision.tokens([size]):
+            _check_taken(opened, vision, vision.pixels([vision.outputs([white(WIDE)])]), WIDE, quick=True)
     return vision
 
 
-def _check_taken(opened: Opened, vision: Vision, blank: dict[str, Tensor], size: Size) -> None:
+def _check_taken(opened: Opened, vision: Vision, inputs: dict[str, Tensor], size: Size, quick: bool = False) -> None:
     """Refuse a processor whose images the model does not take: one of another model. Raises ConfigError."""
     tokens = vision.tokens([size])
-    found = not_taken(opened.module, blank, tokens, vision.image)
+    found = not_taken(opened.module, inputs, tokens, vision.image, quick)
     if found is None:
-        note_taken(opened.module)
         return
     config: Any = opened.module.config
     tower = getattr(config, "vision_config", None)
     told = [f"{name} {value}" for name in SETTINGS if (value := _first(name, tower, config)) is not None]
-    shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in blank.items())
+    shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
     raise ConfigError(
         f"the processor of {opened.folder} is not that of its model: of an image of {size[0]} x {size[1]} pixels it "
         f"makes {shapes} and {tokens:,} token{'' if tokens == 1 else 's'}, and the model {found}. The processor has "

@@ -24,6 +24,7 @@ from transformers import Trainer
 from zero3d.checkpoint.json_values import from_json, to_json
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
+from zero3d.models.bases import sees_images
 from zero3d.spec.declaring import as_noted
 from zero3d.train.setup.optimizer import optimizer_of
 from zero3d.train.setup.schedule import scheduler
@@ -118,8 +119,21 @@ def _refuse_shared(trainer: Trainer, name: str) -> None:
 
 def train(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
     """Train, with whole weights where callbacks of TRL's read them."""
+    _log_no_images(trainer)
     let_read(trainer.callback_handler.callbacks, partial(engine_of, trainer))
     return original(*given, **options)
+
+
+def _log_no_images(trainer: Trainer) -> None:
+    """Switch off TRL's log of images (GRPO), which ranks with images gather while those without any do not come."""
+    if not getattr(trainer, "log_multimodal", False) or trainer.args.world_size <= trainer.accelerator.alike:
+        return
+    if not sees_images(trainer.model):
+        return
+    trainer.log_multimodal = False
+    if trainer.args.log_completions:
+        why = "TRL gathers images for its log on ranks whose prompts have some, which would wait for others for ever"
+        _say(trainer, f"log_multimodal=True is switched off: {why}. Type GRPOConfig(log_multimodal=False).")
 
 
 def _move_model_to_device(original: Callable[..., None], trainer: Trainer, *given: Any) -> None:
