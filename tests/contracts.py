@@ -154,7 +154,7 @@ CHANGES = [
     Change("sequence_parallel", True, "tp"),
     Change("partition_activations", True, "tp", keeps=True),
     Change("sp_kind", "gather", "sp"),
-    Change("sp_mixers", "prefix", "sp"),
+    Change("sp_mixers", "prefix", "sp", keeps=True),
     Change("sp_mask_budget", "1MB", "sp", keeps=True),
     Change("ep_plan", {"layers": "none"}),
     Change("experts", "fast", keeps=True),

@@ -169,7 +169,7 @@ KEYS = [
     Key("mesh.sp", 2, "dp"),
     Key("mesh.shard", 1, "dp"),
     Key("mesh.sp_kind", "gather", "sp"),
-    Key("mesh.sp_mixers", "prefix", "sp"),
+    Key("mesh.sp_mixers", "prefix", "sp", keeps=True),
     Key("mesh.sp_mask_budget", "1GB", "sp", keeps=True),
     Key("mesh.schedule", "gpipe", "pp", keeps=True),
     Key("mesh.blocks", "model.layers", "pp"),

@@ -79,6 +79,7 @@ DRAWN = {  # by keyword of a plan: how often, and from what, where it is not the
     "linear": (SELDOM, ("fp8",)),
     "quantize": (SELDOM, ("int8",)),
     "weights": (0.2, ("cast",)),
+    "sp_mixers": (OFTEN, ("heads", "prefix")),
 }
 DEGREES = ("dp", "tp", "pp", "ep", "sp", "shard")
 NEED = {  # keys that are refused, or do nothing, unless others are so: where they are not, these are drawn seldom
@@ -86,6 +87,7 @@ NEED = {  # keys that are refused, or do nothing, unless others are so: where th
     "schedule": lambda drawn: drawn["pp"] > 1,
     "experts": lambda drawn: drawn.get("ep", 1) > 1,
     "sp_kind": lambda drawn: drawn.get("sp", 1) > 1,
+    "sp_mixers": lambda drawn: drawn.get("sp", 1) > 1,
     "slow_wire": lambda drawn: drawn.get("shard", drawn["dp"]) < drawn["dp"],
     "slow_rounding": lambda drawn: "slow_wire" in drawn,
     "gather_wire": lambda drawn: drawn["stage"] == 3,

@@ -48,7 +48,7 @@ def compared(alone, tmp_path, name, plan, backend, packed=False):
         "model": {"path": str(path), "init": "random"}, "data": {"length": LENGTH, "packing": packed},
         "train": {"steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.rows,
                   "tiled_loss": False},
-        "mesh": {"dp": plan.dp, "tp": plan.tp}, "zero": {"stage": plan.zero.stage}, "activations": plan.activations,
+        "mesh": {"dp": plan.dp, "tp": plan.tp, "sp": plan.sp, "sp_mixers": plan.mesh.sp_mixers}, "zero": {"stage": plan.zero.stage}, "activations": plan.activations,
     })  # fmt: skip
     found = alone(dry, to_dict(config), plan.world, backend)
     if isinstance(found, ConfigError):
@@ -82,6 +82,17 @@ def test_messages_over_tp_are_those_of_the_ledger(alone, tmp_path, name, tp, act
     _, planned, sent = compared(alone, tmp_path, name, plan, "nccl")
     by_axis = {key: nbytes for key, nbytes in sent.items() if key.endswith(" tp") and not key.startswith("exchange")}
     assert by_axis == {key: planned[key] for key in planned if key.endswith(" tp") and not key.startswith("exchange")}
+
+
+@pytest.mark.parametrize(("name", "tp", "kind"), [
+    ("qwen3_5_text", 1, "auto"), ("qwen3_5_text", 2, "heads"), ("qwen3_5_text", 2, "prefix"), ("nemotron_h", 1, "auto"),
+    ("nemotron_h", 2, "heads"), ("nemotron_h", 2, "prefix"), ("one group", 2, "heads"), ("lfm2", 1, "auto"),
+    ("falcon_mamba", 2, "prefix"),
+])  # fmt: skip
+def test_messages_over_sp_are_those_of_the_ledger(alone, tmp_path, name, tp, kind):
+    plan = ParallelPlan(dp=2, tp=tp, sp=2, stage=1, micro_batch=2, accumulate=2, sp_mixers=kind)
+    _, planned, sent = compared(alone, tmp_path, name, plan, "gloo")
+    assert sent["pass_rows sp"] == planned["pass_rows sp"]
 
 
 def test_recomputed_mixers_keep_their_inputs_alone(alone, tmp_path):

@@ -214,6 +214,71 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_stop(ranks, tmp_pat
     assert told.startswith("bitwise")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_a_run_by_states_goes_on_with_its_bits(ranks, tmp_path, name):
+    by_states = partial(goes_on, sp_mixers="prefix")
+    whole, states, _ = ranks(2, by_states, name, tmp_path, range(2))[0]
+    again, fingerprint, told = ranks(2, by_states, name, tmp_path, range(1, 2))[0]
+    assert (again, fingerprint) == (whole[1:], states)
+    assert told.startswith("bitwise")
+    _, _, told = ranks(2, goes_on, name, tmp_path, range(1, 2))[0]
+    assert told.startswith("not bitwise: sp_mixers prefix -> heads (recurrences go on from states, ")
+
+
+def settled(sp_mixers):
+    """What two models do of recurrences: one with convolutions alone, and one whose scan has no such states."""
+    made = []
+    for name in ("lfm2", "jamba"):
+        engine = zero3d.Engine(hybrid(name), mesh=zero3d.Mesh(sp=2), precision="fp32", sp_mixers=sp_mixers)
+        made.append(engine.sequence.mixers)
+        engine.close()
+    return made
+
+
+def test_models_without_states_to_pass_are_by_heads_whatever_was_asked(ranks):
+    assert ranks(2, settled, "prefix")[0] == ["heads", "heads"]
+
+
+def run_of_a_file(folder, resume=None, **mesh):
+    """Losses of a run of zero3d train on two ranks that share sequences, and the lines that it says."""
+    from rich.console import Console
+    from training import start, tree
+
+    from zero3d.config import load
+    from zero3d.train.progress import Progress
+    from zero3d.train.run import run
+
+    lines = []
+
+    class Noted(Progress):
+        def say(self, text):
+            lines.append(text)
+
+    made = tree(
+        folder, "resumed" if resume else "out", mesh={"sp": 2, **mesh}, checkpoint={"every": 3, "export": False}
+    )
+    result = run(load(made), start("test", resume, planned=False), Noted(Console(quiet=True)))
+    return [record["loss"] for record in result.history], lines
+
+
+@pytest.mark.long
+def test_a_run_says_how_it_shares_recurrences_and_goes_on_so(ranks, tmp_path):
+    from training import save_rows
+
+    hybrid("mamba2").save_pretrained(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    losses, lines = ranks(2, run_of_a_file, tmp_path)[0]
+    assert [line for line in lines if line.startswith("mesh.sp_mixers=auto: prefix: heads send ")]
+    assert [line for line in lines if "recurrences by states" in line]
+    saved = str(tmp_path / "out" / "checkpoints" / "step-3")
+    again, lines = ranks(2, run_of_a_file, tmp_path, saved)[0]
+    assert again[-2:] == losses[-2:]
+    assert [line for line in lines if line.startswith("bitwise")]
+    _, lines = ranks(2, partial(run_of_a_file, sp_mixers="heads"), tmp_path, saved)[0]
+    assert [line for line in lines if line.startswith("not bitwise: sp_mixers prefix -> heads (")]
+
+
 def compiled(name, degrees):
     from zero3d.activations.compilation import compile_blocks
 

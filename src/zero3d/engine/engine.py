@@ -177,7 +177,7 @@ class Engine:
         ep_plan: Mapping[str, str] | None = None,
         experts: str = "exact",
         sp_kind: str = "auto",
-        sp_mixers: str = "heads",
+        sp_mixers: str = "auto",
         sp_mask_budget: int | str = "4GB",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,

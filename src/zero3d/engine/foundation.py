@@ -23,7 +23,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh, usual_communicators
-from zero3d.engine.options import Options, Resolved
+from zero3d.engine.options import Resolved
 from zero3d.engine.partition import ModelPartition, partition_model
 from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
@@ -38,7 +38,6 @@ from zero3d.models.mixing import Mixing
 from zero3d.models.packing import tell
 from zero3d.models.written_numbers import numbers_in
 from zero3d.sequence.group import SequenceGroup
-from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.offload import Offload
 from zero3d.spec.sizes import parse_size
@@ -181,7 +180,7 @@ class Foundation(Resolved):
         speaks = resolved.mesh.rank == 0
         sequence = None
         if resolved.mesh.sp > 1:
-            sequence = _share_sequences(partition, axes.folds["sp"], options, policy.exact, resolved.positions, speaks)
+            sequence = _share_sequences(partition, axes.folds["sp"], resolved, policy.exact, speaks)
         specs, uses = find_all_units(
             partition.chunks.values(), options.units, resolved.precision.dtype, partition.experts.parameters()
         )
@@ -254,13 +253,13 @@ def _draw(resolved: Resolved, axes: Axes, partition: ModelPartition, specs: Sequ
 
 
 def _share_sequences(
-    partition: ModelPartition, sp: Comm, options: Options, exact: bool, positions: Positions, speaks: bool
+    partition: ModelPartition, sp: Comm, resolved: Resolved, exact: bool, speaks: bool
 ) -> SequenceGroup:
     """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
-    mesh = options.mesh
+    mesh = resolved.options.mesh
     masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
-    sharing = Sharing(sp.size, mesh.sp_kind, exact, masked, mesh.sp_mixers)
-    return SequenceGroup(partition.chunks.values(), sp, sharing, speaks, positions)
+    sharing = Sharing(sp.size, mesh.sp_kind, exact, masked, resolved.mixers)
+    return SequenceGroup(partition.chunks.values(), sp, sharing, speaks, resolved.positions)
 
 
 def host_share(base: Foundation) -> HostBudget:

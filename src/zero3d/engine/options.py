@@ -38,8 +38,10 @@ from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import Precision
 from zero3d.sequence.group import check_sequence
+from zero3d.sequence.mixers import settled_kind
 from zero3d.sequence.positions import Positions
 from zero3d.spec.declaring import keyword_of
+from zero3d.spec.mesh import HEADS
 from zero3d.spec.optimizer import OptimizerRow
 from zero3d.spec.rules import check
 from zero3d.spec.sections import SECTIONS, Keywords, Place, Spec, by_section
@@ -217,6 +219,7 @@ class Resolved:
     groups  the groups of parameters with like options, and the builder of the optimizer over this rank's pieces
     matrices  parameters with orthogonalised momentum (Muon), by name
     positions  of sequences that come without them, with sp
+    mixers  how sp divides recurrences
     """
 
     options: Options
@@ -226,6 +229,7 @@ class Resolved:
     schedule: Schedule
     matrices: Mapping[str, Form]
     positions: Positions
+    mixers: str
 
     @property
     def spec(self) -> Spec:
@@ -255,9 +259,10 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     offloads, asked = options.offload.activations_leave, options.mesh
     check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
     check_experts(model, mesh, zero.exact)
-    positions = Positions()
+    positions, mixers = Positions(), HEADS
     if mesh.sp > 1:
-        positions = check_sequence(model, mesh.sp, mesh.tp, options.mesh.sp_kind, options.mesh.sp_mixers)
+        positions = check_sequence(model, mesh.sp, mesh.tp, asked.sp_kind, asked.sp_mixers)
+        mixers = settled_kind(model, asked.sp_mixers)
     optimizer, param_groups = options.optimizer, options.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):
@@ -271,4 +276,4 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_exact(mesh.dp)
         if mesh.rank == 0:
             warn_of_exact(mesh.device)
-    return Resolved(options, mesh, precision, groups, schedule, matrices, positions)
+    return Resolved(options, mesh, precision, groups, schedule, matrices, positions, mixers)

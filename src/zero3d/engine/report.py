@@ -209,6 +209,7 @@ def _became(parts: Parts) -> dict[str, Any]:
         "schedule": None if parts.pipeline is None else parts.schedule.name,
         "optimizer": _described(parts.optimizer.torch),
         "clip_norm": parts.optimizer.clip_norm,
+        "sp_mixers": None if parts.sequence is None else parts.sequence.mixers,
     }
     scheduler = parts.stepper.scheduler
     return made | {"scheduler": None if scheduler is None else type(scheduler).__name__}

@@ -95,6 +95,7 @@ def _about(parts: Parts) -> dict[str, Any]:
         "gather_budget": options.gather_budget,
         "attention": _attention(parts),
         "sp_kind": "heads" if parts.sequence is None or parts.sequence.by_heads(mesh.tp) else "gather",
+        "sp_mixers": USUAL["sp_mixers"] if parts.sequence is None else parts.sequence.mixers,
         "sp_masks": USUAL["sp_masks"] if parts.sequence is None else parts.sequence.masks,
         "compiled": any(map(is_compiled, parts.partition.module.modules())),
         "groups": _groups(parts),

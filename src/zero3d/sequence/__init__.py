@@ -6,6 +6,7 @@
     attention.py     rows x all heads -> all-to-all -> all rows x some heads -> attention -> all-to-all -> rows again
     mixers.py        convolutions behind a halo, recurrences by heads: the same for layers that are no attention
     prefix.py        or by states that pass from rank to rank
+    choice.py        which of the two takes less, by what travels and what is scanned (no torch)
     exchange.py      what ranks pass each other of rows, with gradients
     blocks.py        what attends where a mask is too large to be made: by ends of documents, or in blocks
     loss.py          losses of this rank's rows, and the mean over all labels of the group; what else losses are made of

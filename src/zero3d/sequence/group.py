@@ -29,7 +29,7 @@ from zero3d.sequence.mixers import SharedMixers, check_heads
 from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Attended, Halo, MaskTooLarge, Scanned, Sharing, States, even_parts, loss_values
 from zero3d.sequence.trial import find_positions, mixing_layers, try_rows
-from zero3d.spec.mesh import HEADS
+from zero3d.spec.mesh import HEADS, PREFIX
 from zero3d.tensor_parallel.vocabulary import calls_loss, shifted
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -114,6 +114,11 @@ class SequenceGroup:
         return self._own
 
     @property
+    def mixers(self) -> str:
+        """Return how recurrences are shared out."""
+        return self._sharing.mixers
+
+    @property
     def masks(self) -> str:
         """Return how masks are made, on which an accelerator's bits depend."""
         return self._fallback.describe(self._sharing.masked)
@@ -129,6 +134,7 @@ class SequenceGroup:
         """Say how sequences are shared out, and attention."""
         by = "heads" if self.by_heads(tp) else "rows, to which keys are gathered"
         told = f"sequences over {self._sharing.ranks} ranks, attention by {by}"
+        told += ", recurrences by states" * (self.mixers == PREFIX)
         return f"{told}, exact for mesh.sp={self._sharing.ranks} alone" if self._sharing.repeats else told
 
     def _set(self, implementation: str) -> None:
@@ -265,8 +271,8 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str, mixers: str
             f"that it knows, and {kind} mixes them elsewhere, too: {tried.mixing} gives a part of a sequence other "
             "values than the whole. Type mesh.sp=1."
         )
-    if tried.heads is not None and mixers == HEADS:
-        check_heads(f"the recurrences of {kind}", tried.heads, sp)
+    if (scanned := tried.heads(mixers)) is not None:
+        check_heads(f"the recurrences of {kind}", scanned, sp)
     if (positions := find_positions(decoder)) is None:
         raise ConfigError(
             f"mesh.sp={sp} gives each rank the positions of its rows, and where {kind} is given none, it counts "

@@ -28,10 +28,12 @@ from torch._compile import _disable_dynamo
 
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
+from zero3d.models.mask_code import code_of
 from zero3d.models.mixing import SCANS, Call, mixers
 from zero3d.models.packed_documents import Documents, Inside, Shared
+from zero3d.sequence.choice import delta_products, mamba2_products
 from zero3d.sequence.exchange import passed, to_parts, to_rows
-from zero3d.sequence.prefix import STATES, scan_rows
+from zero3d.sequence.prefix import CHUNK, STATES, scan_rows
 from zero3d.sequence.shares import Cut, Halo, Scanned, States, even_parts, needed
 from zero3d.spec.mesh import HEADS, PREFIX
 
@@ -148,6 +150,12 @@ class SharedMixers:
         self.calls[name][noted, True] += 1
 
 
+def settled_kind(model: nn.Module, asked: str) -> str:
+    """Return how sp divides the recurrences of a model: by heads, too, where it has none whose states could pass."""
+    called = (getattr(code_of(type(module).forward), "co_names", ()) for module in mixers(model).values())
+    return PREFIX if asked == PREFIX and any(not STATES.keys().isdisjoint(names) for names in called) else HEADS
+
+
 def check_heads(name: str, heads: int, ranks: int) -> None:
     """Raise ConfigError where a scan has fewer heads than there are ranks."""
     if heads < ranks:
@@ -180,6 +188,7 @@ class SharedScan:
 
     def __init__(self, function: str, call: Call) -> None:
         self._roles, self._call = ROLES[function], call
+        self._function = function
         self._over_channels = SCANS[function].out == -1
         self.names = [
             name for name in (*self._roles.cut, *self._roles.sent) if isinstance(call.given.get(name), Tensor)
@@ -216,7 +225,19 @@ class SharedScan:
         made = self.by_heads(made)
         out = Cut(self.heads, made.shape[3], made.element_size(), made.requires_grad)
         cuts = (Cut(t.shape[2], t.shape[3], t.element_size(), t.requires_grad) for t in self.tensors)
-        return Scanned(len(made), length, self.heads, tuple(cuts), out)
+        return Scanned(len(made), length, self.heads, tuple(cuts), out, *self._costs(made.shape[3]))
+
+    def _costs(self, width: int) -> tuple[int, int, int]:
+        """Return what `Scanned` has of a scan's state, whose heads have outputs of this width, and its operations."""
+        given, names = self._call.given, STATES.get(self._function)
+        if names is None:
+            return 0, 0, 0
+        chunk = given.get("chunk_size") or CHUNK
+        if names.times:
+            key = given["query"].shape[-1]
+            return key * key, key * width, sum(delta_products(chunk, key, width, given["g"].dim() == 4)) // chunk
+        state = given["B"].shape[-1]
+        return 1, width * state, sum(mamba2_products(chunk, width, state)) // chunk
 
 
 def halo_of(call: Call, length: int) -> Halo:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zero3d.account.traffic import Moved
 from zero3d.errors import ConfigError
+from zero3d.spec.dtypes import FP32
 from zero3d.spec.sizes import decimal
 
 POINTWISE = ("mlp", "moe")  # kinds of layers that mix no tokens
@@ -170,6 +171,8 @@ class Halo:
     length   of the whole sequences, of which there are `batch`
     reach    tokens before its own that a token's output depends on
     trained  whether what is convolved has gradients
+    divided  tp divides the mixer; but where it has fewer groups than tp ranks, each has the channels of one of these
+    groups, grouped  groups, and channels of all of them
     """
 
     batch: int
@@ -178,6 +181,16 @@ class Halo:
     reach: int
     itemsize: int
     trained: bool
+    divided: bool = False
+    groups: int = 0
+    grouped: int = 0
+
+    def over(self, tp: int) -> Halo:
+        """Return the same on one of `tp` ranks, as far as tp divides the mixer."""
+        if tp == 1 or not self.divided:
+            return self
+        of_groups = self.grouped // self.groups * max(1, self.groups // tp) if self.groups else 0
+        return replace(self, channels=(self.channels - self.grouped) // tp + of_groups)
 
     def before(self, rows: Sequence[range], rank: int) -> range:
         """Return the tokens that a rank needs beside its rows."""
@@ -218,6 +231,10 @@ class Scanned:
     heads    of the scan, which are shared out; channels, where it has none
     given    what ranks send each other the rows of, those of one dtype together
     made     what comes back
+    factor, state  numbers of a head by which its state is multiplied over some rows, and that are added to it then; 0
+                   where there is no such rule
+    operations     multiplications and additions of a head for each token, forward and backward
+    divided        tp divides the mixer
     """
 
     batch: int
@@ -225,12 +242,48 @@ class Scanned:
     heads: int
     given: tuple[Cut, ...]
     made: Cut
+    factor: int = 0
+    state: int = 0
+    operations: int = 0
+    divided: bool = False
+
+    @property
+    def passes(self) -> bool:
+        """Return whether its states can pass from rank to rank."""
+        return self.state > 0
+
+    @property
+    def scans(self) -> int:
+        """Count the scans where states pass: one for the state, one with that which came, one for a matrix."""
+        return 1 + self.passes + (self.factor > 1)
+
+    @property
+    def states(self) -> States:
+        """Return what describes the same calls where states pass."""
+        return States(self.batch, self.heads, self.factor + self.state, FP32.itemsize, self.made.trained)
+
+    def scanned(self, ranks: int) -> int:
+        """Count the tokens of all heads that a rank scans, the same number both ways."""
+        return self.batch * self.heads * -(-self.length // ranks)
+
+    def over(self, tp: int) -> Scanned:
+        """Return the same on one of `tp` ranks, as far as tp divides the mixer."""
+        if tp == 1 or not self.divided:
+            return self
+        given = tuple(replace(cut, heads=max(1, cut.heads // tp)) for cut in self.given)
+        return replace(self, heads=self.heads // tp, given=given, made=replace(self.made, heads=self.heads // tp))
 
     def at(self, batch: int, itemsize: int) -> Scanned:
         """Return the same of so many sequences, in a run whose numbers have so many bytes where these have 2."""
         given = (cut if cut.itemsize != 2 else replace(cut, itemsize=itemsize) for cut in self.given)
         made = self.made if self.made.itemsize != 2 else replace(self.made, itemsize=itemsize)
         return replace(self, batch=batch, given=tuple(given), made=made)
+
+    def of_a_run(self, length: int) -> Scanned:
+        """Return the same of one sequence, all of whose numbers have 2 bytes and are trained."""
+        given = tuple(replace(cut, itemsize=2, trained=True) for cut in self.given)
+        made = replace(self.made, itemsize=2, trained=True)
+        return replace(self, batch=1, length=length, given=given, made=made)
 
     def exchanged(self, ranks: int) -> list[int]:
         """Return the bytes that the first rank has for all ranks, itself among them, in each exchange of a forward."""
@@ -276,6 +329,11 @@ class States:
     width: int
     itemsize: int
     trained: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of a rank's states, which each rank behind it gets."""
+        return self.batch * self.heads * self.width * self.itemsize
 
     def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
         """Return what a rank sends: to all behind it, or gradients to all before it."""

@@ -37,9 +37,10 @@ from zero3d.models.mixing import BY_MODULE, CONVOLUTION, SCANS, Call, mixers, re
 from zero3d.models.packed_documents import Inside, Told, during
 from zero3d.models.packing import ATTENTION
 from zero3d.models.placeholders import PassedBlock, Placeholder
-from zero3d.sequence.mixers import ROLES
+from zero3d.sequence.mixers import SharedScan
 from zero3d.sequence.positions import RULES, Positions
-from zero3d.sequence.shares import POINTWISE
+from zero3d.sequence.shares import POINTWISE, Scanned
+from zero3d.spec.mesh import PREFIX
 
 _Call = tuple[str, int]
 PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
@@ -93,11 +94,15 @@ class Tried(NamedTuple):
     """Says what a trial of a decoder has found.
 
     mixing  the name of a module that mixes tokens in a way that sp does not know, or whose backward does
-    heads   of the scan that has fewest, if there is one
+    scans   that it calls
     """
 
     mixing: str | None
-    heads: int | None = None
+    scans: tuple[Scanned, ...] = ()
+
+    def heads(self, mixers: str = "") -> int | None:
+        """Return the least heads of a scan, of those that are shared out by heads; None if there are none."""
+        return min((scan.heads for scan in self.scans if mixers != PREFIX or not scan.passes), default=None)
 
 
 def try_rows(decoder: Any) -> Tried:
@@ -136,7 +141,7 @@ def try_rows(decoder: Any) -> Tried:
                 f"mesh.sp tests whether attention alone mixes the tokens of a sequence, but {kind} fails on {LENGTH} "
                 f"random hidden states: {type(error).__name__}: {error}. Type mesh.sp=1."
             ) from error
-    return Tried(seen.mixing, min(seen.heads, default=None))
+    return Tried(seen.mixing, tuple(seen.scans))
 
 
 def find_positions(decoder: Any) -> Positions | None:
@@ -287,7 +292,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.mixing: str | None = None
-        self.heads: list[int] = []
+        self.scans: list[Scanned] = []
         self._rows = range(0)
         self._whole: dict[_Call, Tensor] = {}
         self._calls: Counter[str] = Counter()
@@ -377,9 +382,6 @@ class _Seen:
         """Convolve or scan the whole; of a part return the rows of that. No gradient passes."""
         times: Mapping[str, int] = {"hidden_states": -1} if function == CONVOLUTION else SCANS[function].time
         dim = -1 if function == CONVOLUTION else SCANS[function].out
-        if function != CONVOLUTION:
-            first = ROLES[function].cut[0]
-            self.heads.append(given.given[first].shape[1 if times[first] == -1 else 2])
         for name, time in times.items():
             t = given.given.get(name)
             self.note(f"what makes {name} for {function}", t, 2 if time == -1 else 1, ends=True)
@@ -387,7 +389,9 @@ class _Seen:
         if len(self._rows) == LENGTH:
             with torch.no_grad():
                 made = inside(given, None)
-            self._whole[call] = made[0] if isinstance(made, tuple) else made
+            self._whole[call] = output = made[0] if isinstance(made, tuple) else made
+            if function != CONVOLUTION:
+                self.scans.append(SharedScan(function, given).note(output, LENGTH))
         whole = self._whole[call]
         part = self._of_rows(whole, dim % whole.dim()).clone().requires_grad_() * 1
         return (part, None) if function in PAIRS else part

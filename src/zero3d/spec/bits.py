@@ -68,6 +68,7 @@ FACTS = _named(
         "compiled": Bits("fused kernels round differently", usual=False),
         "attention": Bits("its kernels round differently", usual="sdpa"),
         "sp_kind": Bits("gradients of keys and values are summed in another order", usual="heads"),
+        "sp_mixers": Bits("recurrences go on from states, and are summed in another order", usual="heads"),
         "sp_masks": Bits("other kernels attend where a mask would be larger", usual="dense"),
         "chunks": Bits("a rank sums norms of other parameters", usual="one a rank"),
         "units": Bits("a rank sums norms of other pieces of parameters", usual=None),

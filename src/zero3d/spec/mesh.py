@@ -13,7 +13,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # schedules that compute gradients of inputs and of weights apart
 EXPERTS = EXACT, FAST = ("exact", "fast")
 SP_KINDS = ("auto", "heads", "gather")
-SP_MIXERS = HEADS, PREFIX = ("heads", "prefix")
+SP_MIXERS = AUTO, HEADS, PREFIX = ("auto", "heads", "prefix")
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,15 @@ class Mesh:
         said="attention by {}",
     )
     sp_mixers: str = key(
-        HEADS,
+        AUTO,
         "how sp divides recurrences of hybrids: by heads of whole sequences, or by rows between which states pass, "
-        "whose bytes do not grow with the sequence, at more scans (prefix; Mamba of the first kind stays by heads)",
-        bits=Bits("recurrences go on from states, and are summed in another order", usual=HEADS),
+        "whose bytes do not grow with the sequence, at more scans (prefix; Mamba of the first kind stays by heads); "
+        "auto: what takes less for the model and data.length, bytes and scans together; heads in an Engine, which is "
+        "told no length",
+        bits=FACTS["sp_mixers"],
         choices=SP_MIXERS,
         axis="sp",
-        in_plan=False,
+        said="recurrences by {}",
     )
     sp_mask_budget: int | str = key(
         "4GB",

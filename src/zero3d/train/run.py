@@ -55,6 +55,7 @@ from zero3d.train.session_report import SessionReport
 from zero3d.train.setup.build import build_engine, with_output
 from zero3d.train.setup.inputs import Inputs, open_inputs
 from zero3d.train.setup.losses import choose_loss
+from zero3d.train.setup.recurrences import choose_mixers, with_mixers
 from zero3d.train.setup.text_part import naming_text_part
 from zero3d.train.start import Start, check_start
 from zero3d.train.tables import MemoryRow, TrafficRow
@@ -160,6 +161,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     post_mortem.planned, post_mortem.config = plan, built
     with removed_on_failure(fresh, inputs.mesh.rank):
         with naming_text_part(config):
+            shared = choose_mixers(built, module, inputs.mesh)
+            post_mortem.config = built = with_mixers(built, shared.kind)
             engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
         post_mortem.engine = engine
         if (measured := as_measured(built, engine)) != built:
@@ -180,6 +183,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     notes = (
         *inputs.opened.notes,
         loss.why or None,
+        shared.why or None,
         groups,
         *inputs.data.notes,
         plan if isinstance(plan, str) else None,

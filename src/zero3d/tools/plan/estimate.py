@@ -19,7 +19,7 @@ from zero3d.tools.plan.profile_memory import profile_memory
 from zero3d.tools.plan.profiles import Profile, profile
 from zero3d.tools.plan.rank_model import rank_model
 from zero3d.tools.plan.search import ep_refused, shard_refused
-from zero3d.tools.plan.sequence import sp_refused
+from zero3d.tools.plan.sequence import mixers_of, sp_refused
 from zero3d.tools.plan.spec import AS_KERNELS, IN_TORCH, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.tools.plan.states import check_rules, with_algorithm
 from zero3d.tools.plan.tier_time import chosen_executor, executor_note
@@ -167,7 +167,7 @@ def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     if why is not None:
         raise ConfigError(f"ep={plan.ep} cannot be: {why}.")
     heads = plan.mesh.sp_kind == "heads"
-    why = sp_refused(model, plan.dp, plan.tp, plan.sp, heads) if plan.sp > 1 else None
+    why = sp_refused(model, plan.dp, plan.tp, plan.sp, heads, mixers_of(model, plan)) if plan.sp > 1 else None
     if why is not None:
         raise ConfigError(f"sp={plan.sp} cannot be: {why}.")
     why = shard_refused(plan.dp, plan.ep, plan.sp, plan.shard)

@@ -28,6 +28,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from zero3d.sequence.choice import delta_products, mamba2_products
+
 FP32 = 4
 DELTA_CHUNK = 64  # of fla, where none is given
 DIAGONAL = 16  # tokens of the blocks whose triangles a delta rule's kernel inverts first
@@ -88,20 +90,16 @@ def delta_rule(
     of_keys, of_heads = rows * tokens * heads.keys, rows * tokens * heads.values
     states = width * rows * chunks * heads.values * key * value
     kept = normed * 2 * of_keys * (width * key + FP32)  # keys and queries, their norms
-    squares = 2 * chunk * chunk
-    products = squares * (3 * key + 2 * value) + 6 * chunk * key * value + chunk**3 // 3
+    products, again = delta_products(chunk, key, value, by_channel)
     if by_channel:
         kept += of_heads * (FP32 * key + 2 * width * chunk)  # sums of gates; Q K^T, inverted K K^T
         forward = of_heads * (width * (2 * key + 2 * value) + FP32 * DIAGONAL) + states
         backward = of_heads * (width * (3 * key + 2 * value) + FP32 * (6 * key + 2 * chunk)) + 2 * states
-        again = squares * (7 * key + 5 * value)
     else:
         kept += of_heads * (FP32 + width * chunk)
         forward = of_heads * width * (key + 2 * value) + states
         backward = of_heads * width * (3 * key + 3 * value) + 2 * states
         backward += (heads.keys != heads.values) * of_keys * width * key  # gradients of keys by head, summed
-        again = squares * (10 * key + 5 * value)
-    again += 16 * chunk * key * value + 4 * chunk**3
     many = rows * chunks * heads.values
     return Kernel(kept, forward, backward, many * products, many * again)
 
@@ -118,9 +116,8 @@ def mamba2(rows: int, tokens: int, shape: SsdHeads, chunk: int, width: int, gate
     sums = 2 * FP32 * rows * tokens * groups * state  # gradients of B and C
     backward = width * rows * tokens * heads + 2 * steps + scores
     backward += max((2 * FP32 + 2 * width) * states, 2 * width * states + sums + scores)
-    squares = 2 * chunk * chunk
-    products = squares * state * groups + heads * (squares * head + 4 * chunk * head * state)
-    again = 3 * squares * state * groups + heads * (3 * squares * head + 10 * chunk * head * state)
+    squares, of_head = 2 * chunk * chunk, mamba2_products(chunk, head, state)
+    products, again = (n * squares * state * groups + heads * each for n, each in zip((1, 3), of_head, strict=True))
     return Kernel(kept, forward, backward, many * products, many * again)
 
 

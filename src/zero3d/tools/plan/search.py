@@ -16,6 +16,7 @@
     sequence parallel  off, on                                                         tp = 1, the length not whole
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
     reduce_scatter     auto, or what the links' formulas call faster than it           dp = 1
+    sp_mixers          the same                                                        sp = 1, no recurrences
     in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
     off the device     inputs of recomputed blocks on the host                         short sequences
                        optimizer states on the host or a disk, at stage 3 weights, too what is not asked for
@@ -46,7 +47,7 @@ from zero3d.spec.zero import Zero
 from zero3d.tools.plan.footprint import tiles_loss
 from zero3d.tools.plan.sequence import masks_fit, sp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
-from zero3d.tools.plan.time import faster_reduction
+from zero3d.tools.plan.time import faster_mixers, faster_reduction
 
 Tiers = tuple[Offload, ...]
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
@@ -434,6 +435,7 @@ def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Pric
         account.priced += 1
         candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
         plan = faster_reduction(model, candidate, cluster) if candidate.shard > 1 else candidate
+        plan = faster_mixers(model, plan, cluster)
         above = account.limit + max(0.0, account.misses_by(DEVICE_MEMORY))
         if price.at_least is not None and price.at_least(model, cluster, plan, above) > above:
             account.reject(DEVICE_MEMORY, len(group.sizes) - i)

@@ -12,18 +12,23 @@ H heads of queries and K of keys, in elements of a head. Keys are repeated for e
 would share one of theirs. Under a mask Hugging Face repeats them at any sp; it has a row of S bytes for each token that
 attends, in the run's width: in `heads` all S of them on every rank.
 
-Convolutions and scans of hybrids send what `Halo.sent` and `Scanned.sent` say, and keep nothing more than at sp 1.
+Convolutions and scans of hybrids send what `Halo.sent` and `Scanned.sent` say, or where states pass `States.sent`, of
+the heads and channels that tp leaves a rank. They count as keeping no more than at sp 1, though each scan of a state
+keeps what its kernel does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from zero3d.account.traffic import Moved
+from zero3d.sequence.choice import weigh
 from zero3d.sequence.shares import Attended, Heads, Scanned, Sharing, loss_values
 from zero3d.spec.dtypes import FP32
-from zero3d.spec.mesh import Mesh
+from zero3d.spec.mesh import AUTO, HEADS, PREFIX, Mesh
 from zero3d.spec.sizes import parse_size
 from zero3d.tools.plan.decided import policy_of
 from zero3d.tools.plan.rank_model import chunks_of_rank
@@ -39,13 +44,19 @@ class _Widths(NamedTuple):
     value: int
 
 
-def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int, by_heads: bool = True) -> str | None:
-    """Say why an sp degree cannot be, None where it can. by_heads: attention is shared out by these alone."""
+def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int, by_heads: bool = True, mixers: str = AUTO) -> str | None:
+    """Say why an sp degree cannot be, None where it can.
+
+    by_heads  attention is shared out by these alone
+    mixers    mesh.sp_mixers
+    """
     if dp % sp:
         return f"sp does not divide dp {dp}"
     if model.mixing is not None:
         return f"sp cuts sequences that attention and known recurrences mix, and {model.name} has {model.mixing}"
-    scanned = min((scan.heads for part in model.parts for scan in part.scans), default=sp)
+    mixers = _chosen(model, sp) if mixers == AUTO else mixers
+    shared = (scan for part in model.parts for scan in part.scans if mixers == HEADS or not scan.passes)
+    scanned = min((scan.over(tp).heads for scan in shared), default=sp)
     if scanned < sp:
         return f"sp is more than the {scanned} heads of recurrences, which they share"
     if by_heads and 0 < model.heads < tp * sp:
@@ -104,12 +115,37 @@ def kept_more(model: ModelSpec, plan: ParallelPlan) -> float:
     return float(plan.tokens(model.length) * call.itemsize * more)
 
 
+def mixers_of(model: ModelSpec, plan: ParallelPlan) -> str:
+    """Return how a plan shares recurrences out: of auto what a run takes (train/setup/recurrences.py)."""
+    asked = plan.mesh.sp_mixers
+    if plan.sp == 1 or not any(scan.passes for part in model.parts for scan in part.scans):
+        return HEADS
+    return asked if asked != AUTO else _chosen(model, plan.sp)
+
+
+@lru_cache(maxsize=64)
+def _chosen(model: ModelSpec, sp: int) -> str:
+    weighed = weigh(kinds_of_scans(model), sp)
+    return HEADS if weighed is None else weighed.kind
+
+
+def kinds_of_scans(model: ModelSpec, tp: int = 1) -> list[Scanned]:
+    """Return a model's scans as choice.py weighs them, one of each kind."""
+    scans = (scan for part in model.parts for scan in part.scans)
+    return list(dict.fromkeys(replace(scan.over(tp).of_a_run(model.length), divided=False) for scan in scans))
+
+
 def exchanged(model: ModelSpec, plan: ParallelPlan, attends: bool = True, scans: Iterable[Scanned] = ()) -> list[float]:
     """Return the bytes that a rank has for all ranks of its group, itself among them, in each exchange of a forward."""
     if plan.sp == 1:
         return []
-    calls = [scan.at(plan.micro_batch, plan.compute.itemsize) for scan in scans]
-    scanned = [float(nbytes) for each in calls for nbytes in each.exchanged(plan.sp)]
+    calls = [scan.over(plan.tp).at(plan.micro_batch, plan.compute.itemsize) for scan in scans]
+    by_states = mixers_of(model, plan) == PREFIX
+    scanned = [
+        float(nbytes)
+        for each in calls
+        for nbytes in ([plan.sp * each.states.nbytes] if by_states and each.passes else each.exchanged(plan.sp))
+    ]
     if not attends:
         return scanned
     call, tokens = attention(model, plan), plan.tokens(model.length)
@@ -120,13 +156,23 @@ def exchanged(model: ModelSpec, plan: ParallelPlan, attends: bool = True, scans:
     return scanned + [float(tokens * call.itemsize * each) for each in elements]
 
 
+def scanned_again(model: ModelSpec, plan: ParallelPlan, scans: Iterable[Scanned]) -> float:
+    """Return the operations of a rank's scans beyond one of each, of a micro-batch forward and backward."""
+    if plan.sp == 1 or mixers_of(model, plan) != PREFIX:
+        return 0.0
+    calls = (scan.over(plan.tp).at(plan.micro_batch, plan.compute.itemsize) for scan in scans)
+    return float(sum((each.scans - 1) * each.operations * each.scanned(plan.sp) for each in calls))
+
+
 def traffic(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Mapping[str, Moved]:
     """Return what the first rank of an sp group sends in a step."""
     parts = [part for chunk in chunks_of_rank(model, plan, pp_stage).values() for part in chunk]
     forwards, call = 1 if plan.activations == "none" else 2, attention(model, plan)
     calls: list[Any] = [call for part in parts if part.kind == "block" and part.attends]
     mixed: list[Any] = [each for part in parts for each in (*part.convolutions, *part.scans)]
-    calls += [each.at(plan.micro_batch, call.itemsize) for each in mixed]
+    mixed = [each.over(plan.tp).at(plan.micro_batch, call.itemsize) for each in mixed]
+    by_states = mixers_of(model, plan) == PREFIX
+    calls += [each.states if by_states and isinstance(each, Scanned) and each.passes else each for each in mixed]
     once = [each.sent(0, plan.sp, backward=False).times(forwards) for each in calls]
     once += [each.sent(0, plan.sp, backward=True) for each in calls]
     rows = Moved.total(once).times(plan.accumulate)

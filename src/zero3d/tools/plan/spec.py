@@ -39,7 +39,7 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
-    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
+    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "sp_mixers", "tiled_loss"),
     *("gather_wire", "second_shard", "shard", "slow_wire", "slow_rounding"),
 )
 

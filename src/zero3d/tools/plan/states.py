@@ -140,7 +140,7 @@ def _away(offload: Offload) -> Offload:
 @lru_cache(maxsize=4096)
 def _cut(mesh: Mesh) -> Mesh:
     """Return what states and buffers depend on of a mesh."""
-    return replace(mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto")
+    return replace(mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto", sp_mixers="auto")
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,7 @@ recompute    its forwards that run again
 experts      rows to their experts and results back, the counts before them, there and back again; again where
              recomputed. Nothing hides them
 sp           rows for heads of whole sequences, or keys and values of them, around every attention, there and back;
-             again where recomputed; losses. Nothing hides them
+             again where recomputed; losses; scans more where states of recurrences pass. Nothing hides them
 tp           all-reduces in forward and backward, and again where recomputed; what of them is not hidden. Gathers of
              inputs that are kept in parts
 inputs       of recomputed blocks on their way to the host behind a forward, and back behind a backward, beyond these
@@ -39,6 +39,7 @@ from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.distributed.unit_order import IN_FLIGHT
 from zero3d.memory.scratch import update_bucket
+from zero3d.sequence.choice import weigh
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
@@ -59,7 +60,7 @@ from zero3d.tools.plan.network import (
     reduce_seconds,
     send_seconds,
 )
-from zero3d.tools.plan.sequence import exchanged
+from zero3d.tools.plan.sequence import exchanged, kinds_of_scans, mixers_of, scanned_again
 from zero3d.tools.plan.spec import ClusterSpec, MeasuredStep, ModelSpec, ParallelPlan, Seconds
 from zero3d.tools.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.tools.plan.timeline import pipeline_seconds
@@ -360,10 +361,17 @@ def _rows(step: _Step) -> float:
 def _mixing_seconds(step: _Step, block: Shape) -> float:
     """Return the seconds in which rows for a block's attention and scans reach an sp group, and what they make returns.
 
-    Halos of convolutions, of a few tokens, are nothing.
+    Halos of convolutions, of a few tokens, are nothing. Where states of recurrences pass, half of the seconds of the
+    scans more, forward and backward, is here.
     """
     parts = exchanged(step.model, step.plan, block.attends, block.scans)
-    return sum(exchange_seconds(nbytes, step.groups.sp, step.cluster) for nbytes in parts)
+    again = scanned_again(step.model, step.plan, block.scans) / _scanning(step.cluster, step.pace.kernels)
+    return sum(exchange_seconds(nbytes, step.groups.sp, step.cluster) for nbytes in parts) + again / 2
+
+
+def _scanning(cluster: ClusterSpec, kernels: Kernels) -> float:
+    """Return the operations a second of a device's scans."""
+    return kernels.rates_of(cluster.gpu).flash * cluster.gpu.flops
 
 
 def _loss_seconds(step: _Step) -> float:
@@ -541,6 +549,18 @@ def _fastest_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpe
         return seconds_of(elements * width, group, cluster)
 
     return min(REDUCTIONS, key=seconds)
+
+
+def faster_mixers(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
+    """Return the plan with `sp_mixers` auto, or the way that takes less on these links where a run takes the other."""
+    if plan.sp == 1 or not any(scan.passes for part in model.parts for scan in part.scans):
+        return plan
+    link = cluster.across if Groups.of(plan, cluster).sp.nodes > 1 else cluster.inside
+    scans = kinds_of_scans(model, plan.tp)
+    weighed = weigh(scans, plan.sp, _scanning(cluster, KERNELS) / link.bandwidth)
+    if weighed is None or weighed.kind == mixers_of(model, plan):
+        return plan
+    return plan.replace(sp_mixers=weighed.kind)
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:

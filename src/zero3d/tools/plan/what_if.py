@@ -159,7 +159,7 @@ def _takes(sp: int, plan: ParallelPlan, model: ModelSpec) -> bool:
     """Return whether a plan can have another sp and the same sequences a step."""
     if sp < 1 or plan.mesh.sequence_parallel or plan.replay or (plan.sp == 1 and model.length < LONG):
         return False
-    fits = sp == 1 or sp_refused(model, plan.dp, plan.tp, sp) is None
+    fits = sp == 1 or sp_refused(model, plan.dp, plan.tp, sp, mixers=plan.mesh.sp_mixers) is None
     return fits and plan.accumulate * sp % plan.sp == 0
 
 

@@ -77,7 +77,8 @@ def trace(
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
         found = figures[0][1][names[i]]
         attends = not hybrid or _attends(model.get_submodule(block))
-        parts[i] = replace(parts[i], attends=attends, convolutions=found.convolutions, scans=found.scans)
+        over = figures[1][1][names[i]] if len(figures) > 1 else found
+        parts[i] = replace(parts[i], attends=attends, **_mixed(parts[i], found, over))
         if apart is not None and parts[i].stacked:
             dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
             parts[i] = replace(parts[i], dispatched=dispatched)
@@ -218,6 +219,20 @@ def _meetings(model: nn.Module, part_names: PartNames) -> list[tuple[bool, Share
         ]
         meetings.append((len(leaves) == 1, grouped[0] if grouped else None))
     return meetings
+
+
+def _mixed(part: Part, found: Figures, over: Figures) -> dict[str, Any]:
+    """Return a block's convolutions and scans, and whether tp divides them. over: its figures at a degree of tp."""
+    groups = 0 if part.groups is None else part.groups.total
+    grouped = 0 if part.groups is None else 2 * part.groups.total * part.groups.states
+    convolutions = (
+        replace(each, divided=there.channels < each.channels, groups=groups, grouped=grouped)
+        for each, there in zip(found.convolutions, over.convolutions, strict=True)
+    )
+    scans = (
+        replace(each, divided=there.heads < each.heads) for each, there in zip(found.scans, over.scans, strict=True)
+    )
+    return {"convolutions": tuple(convolutions), "scans": tuple(scans)}
 
 
 def _cuts(model: nn.Module, part_names: PartNames) -> dict[str, Cut]:

@@ -48,6 +48,7 @@ from zero3d.tools.sim.request import Request
 from zero3d.tools.sim.result import RankResult, to_json
 from zero3d.tools.sim.tiers import DryStores
 from zero3d.train.setup.build import build_engine
+from zero3d.train.setup.recurrences import choose_mixers, with_mixers
 from zero3d.train.setup.text_part import naming_text_part
 
 STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
@@ -119,9 +120,9 @@ def _observed(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observa
     plain = replace(config, model=model, train=train, health=health, output=config.output or "simulated")
 
     rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
-    if mesh.sp > 1:
-        kinds = config.mesh.sp_kind, config.mesh.sp_mixers
-        check_sequence(opened.module, mesh.sp, mesh.tp, *kinds)  # while there are values to try it with
+    if mesh.sp > 1:  # while there are values to try it with
+        plain = with_mixers(plain, choose_mixers(config, opened.module, mesh).kind)
+        check_sequence(opened.module, mesh.sp, mesh.tp, plain.mesh.sp_kind, plain.mesh.sp_mixers)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _forget_buffers(opened.module, fake)
         models = [opened]

@@ -7,6 +7,7 @@ attention.py     the implementation of attention, by name or by what is installe
 text_part.py     model.part=text: where a refusal names it, and checkpoints of runs that were made before it
 packages.py      packages that a configuration needs beside zero3d's own
 losses.py        the loss of models that return logits; whether a model's own is computed in tiles
+recurrences.py   how ranks that share sequences divide recurrences, where that is left open
 optimizer.py     the optimizer that is named, and its parameter groups
 schedule.py      the learning rate over a run, also over one that goes on
 """

@@ -24,6 +24,7 @@ from zero3d.train.setup.attention import check_kernel, with_attention
 from zero3d.train.setup.inputs import open_inputs, open_mesh
 from zero3d.train.setup.losses import choose_loss, own_loss
 from zero3d.train.setup.optimizer import optimizer_of, parameter_groups
+from zero3d.train.setup.recurrences import choose_mixers, with_mixers
 from zero3d.train.setup.schedule import scheduler
 from zero3d.train.setup.text_part import naming_text_part
 
@@ -31,6 +32,7 @@ from zero3d.train.setup.text_part import naming_text_part
 def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, steps: int) -> Engine:
     """Build the engine of a configuration, for a run of `steps` steps. Consumes `opened`."""
     model = opened.module
+    config = with_mixers(config, choose_mixers(config, model, mesh).kind)
     torch.manual_seed(config.seed * 1_000_003 + mesh.rank // mesh.tp)  # dropout differs but between tp ranks
     prepare_blocks(model, config.activations, compile="inductor" if config.train.compile else None)
     options = Options(
