@@ -42,6 +42,9 @@ def assert_equal_one_process(results, name, options):
 FALCON = {"mamba_rms_norm": True, "ssm_multipliers": [0.5, 1.5, 0.7, 1.1, 2.0]}
 
 
+ZAMBA = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_key_value_heads": 4}  # one block, twice
+
+
 @pytest.mark.parametrize(("name", "world", "options"), [
     ("mamba2", 2, ONE_GROUP), ("qwen3_5_text", 2, {}), ("kimi_linear", 2, {}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
@@ -55,6 +58,7 @@ FALCON = {"mamba_rms_norm": True, "ssm_multipliers": [0.5, 1.5, 0.7, 1.1, 2.0]}
         ("nemotron_h", 4, {"num_key_value_heads": 4}), ("nemotron_h", 2, {"n_groups": 1, "sequence": True}),
         ("falcon_h1", 2, {"mamba_n_groups": 2} | FALCON), ("falcon_h1", 4, {"mamba_n_groups": 2, "num_key_value_heads": 4} | FALCON),
         ("falcon_h1", 2, {"mamba_norm_before_gate": False} | FALCON),
+        ("zamba2", 2, ZAMBA), ("zamba2", 2, ZAMBA | {"mamba_ngroups": 2, "use_shared_attention_adapter": True}),
     )),
 ])  # fmt: skip
 def test_loss_and_gradients_equal_one_process_in_float64(ranks, name, world, options):
@@ -78,6 +82,16 @@ def test_every_weight_but_norms_of_blocks_falls_by_the_degree(name, tp):
 def test_groups_that_do_not_go_on_the_ranks_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"mixer: B and C of 3 groups do not go on tp=2 ranks"):
         parallelize(tiny("mamba2", n_groups=3, num_heads=6, hidden_size=24).to("meta"), Axis("tp", 0, 2), Ledger())
+
+
+LATENT = {"layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 4, "moe_latent_size": 16, "n_group": 2,
+          "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 32}  # fmt: skip
+
+
+def test_latent_experts_send_rows_of_their_own_width():
+    regions = parallelize(tiny("nemotron_h", **LATENT).to("meta"), Axis("tp", 0, 2), Ledger()).regions
+    widths = {(region.forward, region.backward): region.width for region in regions if region.name.endswith(".experts")}
+    assert widths == {("", "all_reduce"): 2, ("all_reduce", ""): 16}  # weights of two experts a token, last
 
 
 def test_heads_of_attention_in_a_mixer_of_any_name_are_not_cut_in_two():
@@ -158,8 +172,10 @@ def assert_engines_agree(ranks, tmp_path, name, mesh, options):
 
 
 @pytest.mark.parametrize(("name", "mesh", "options"), [
-    ("mamba2", {"tp": 2}, {"sizes": ONE_GROUP, "policy": "full"}),
+    ("mamba2", {"tp": 2}, {"sizes": ONE_GROUP, "policy": "selective"}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("mamba2", {"tp": 2}, {"sizes": ONE_GROUP, "policy": "full"}), ("falcon_h1", {"tp": 2}, {"sizes": FALCON, "policy": "selective"}),
+        ("mamba2", {"tp": 2, "dp": 2}, {"sizes": ONE_GROUP, "policy": "selective", "stage": 3}),
         ("qwen3_5_text", {"tp": 2}, {"policy": "full", "stage": 2}), ("qwen3_5_text", {"tp": 2, "pp": 2}, {"sequence": True}),
         ("qwen3_5_moe_text", {"tp": 2, "dp": 2}, {"stage": 3}), ("olmo_hybrid", {"tp": 2}, {}),
         ("kimi_linear", {"tp": 2, "dp": 2}, {"stage": 3, "policy": "full"}), ("bailing_hybrid", {"tp": 2, "pp": 2}, {}),
@@ -167,6 +183,8 @@ def assert_engines_agree(ranks, tmp_path, name, mesh, options):
         ("mamba2", {"tp": 2, "dp": 2}, {"stage": 3}), ("mamba2", {"tp": 2, "pp": 2}, {"sizes": ONE_GROUP}),
         ("mamba2", {"tp": 2}, {"sizes": ONE_GROUP, "lora": {"target_modules": ["in_proj"]}}),
         ("nemotron_h", {"tp": 2, "dp": 2}, {"stage": 2, "sizes": {"n_groups": 1}}),
+        ("nemotron_h", {"tp": 2, "dp": 2}, {"sizes": LATENT}), ("zamba2", {"tp": 2}, {"sizes": ZAMBA}),
+        ("zamba2", {"tp": 2, "dp": 2}, {"sizes": ZAMBA, "stage": 3, "policy": "full"}),
         ("bamba", {"tp": 2}, {"sequence": True, "stage": 3}), ("falcon_h1", {"tp": 2}, {"sizes": FALCON}),
     )),
 ])  # fmt: skip

@@ -5,7 +5,9 @@ import inspect
 import pytest
 import torch
 from hybrids import conv_kernel, delta_kernel, hybrid, qwen3_5, with_kernels
+from models import adamw
 
+import zero3d
 from zero3d.config import Config, Data
 from zero3d.errors import ConfigError
 from zero3d.models import kernel_trial
@@ -74,7 +76,7 @@ def test_right_kernels_pass_and_what_that_cost_is_said(monkeypatch, dtype):
 def test_a_wrong_one_is_refused_by_name(monkeypatch, wrong, said, dtype):
     """A convolution that begins anew and a scan that does not, and the other way round."""
     with_kernels(monkeypatch, qwen3_5(), NAMES | wrong)
-    with pytest.raises(ConfigError, match=rf"data\.packing=true cannot be used: on cpu in \w+, .*{said}"):
+    with pytest.raises(ConfigError, match=rf"documents cannot be packed: on cpu in \w+, .*{said}"):
         try_kernels(hybrid("qwen3_5_text"), CPU, dtype)
 
 
@@ -136,3 +138,20 @@ def test_a_run_that_packs_tries_them_on_an_accelerator(monkeypatch):
         _, found = inputs._packed(run, opened, False, torch.device(device))
         assert found.notes == notes
     assert asked == [(torch.device("cuda"), torch.bfloat16)]
+
+
+def test_an_engine_tries_them_on_an_accelerator_and_refuses_packed_rows_alone(monkeypatch):
+    with_kernels(monkeypatch, qwen3_5(), NAMES | {"causal_conv1d_fn": deaf_conv})
+    monkeypatch.setattr(kernel_trial, "HOST", "elsewhere")
+    engine = zero3d.Engine(hybrid("qwen3_5_text"), optimizer=adamw, precision="fp32")
+    ids = torch.arange(3, 15)[None]
+    engine.train_batch([{"input_ids": ids, "labels": ids}])
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with pytest.raises(ConfigError, match=r"documents cannot be packed: on cpu in float32, .*deaf_conv"):
+        engine.train_batch([{"input_ids": ids, "labels": ids, "position_ids": positions}])
+
+
+def test_an_engine_on_the_host_tries_none(monkeypatch):
+    with_kernels(monkeypatch, qwen3_5(), NAMES | {"causal_conv1d_fn": deaf_conv})
+    monkeypatch.setattr(kernel_trial, "_tried", lambda *what: pytest.fail("tried"))
+    assert kernel_trial.wrong_kernels(hybrid("qwen3_5_text"), CPU, torch.float32) is None

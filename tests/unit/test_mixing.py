@@ -145,6 +145,20 @@ def test_documents_are_found_however_positions_are_passed(name):
     told_model.close()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_documents_are_found_by_the_names_that_kernels_have_for_them(name):
+    """As loops of one's own pass them: attention's masks are made by them, too."""
+    model, ids = hybrid(name).double(), ids_of()
+    documents = Documents.of(positions_of())
+    with StaysInFp64(), torch.no_grad():
+        wanted, leaky = alone(model, ids), model(input_ids=ids).logits
+        told_model = tell(model)
+        assert apart(model(input_ids=ids, seq_idx=documents.numbers).logits, wanted) < 1e-12
+        assert apart(model(input_ids=ids, cu_seq_lens_q=documents.ends.int()).logits, wanted) < 1e-12
+        assert torch.equal(model(input_ids=ids, seq_idx=torch.zeros_like(ids)).logits, leaky)
+    told_model.close()
+
+
 def test_a_forward_with_a_cache_has_no_documents():
     """As in transformers' own masks, which then look at no positions."""
     from transformers import DynamicCache
@@ -210,6 +224,12 @@ def test_where_documents_are():
     of_rows = torch.tensor([[[0, 1, 0]], [[7, 7, 7]], [[7, 7, 7]], [[7, 7, 7]]])
     assert Documents.of(of_rows).spans == ((0, 0, 2), (0, 2, 3))
     assert Documents.of(of_rows[1:]) is None  # of time and place alone
+    for same in (Documents.of_numbers(found.numbers), Documents.of_ends(found.ends, (2, 6))):
+        assert same.spans == found.spans
+        assert torch.equal(same.positions, found.positions)
+    assert Documents.of_numbers(torch.tensor([[3, 3], [3, 3]])) is None
+    assert Documents.of_ends(torch.tensor([0, 3, 6]), (2, 3)) is None
+    assert Documents.of_ends(torch.tensor([0, 4, 6]), (2, 3)).spans == ((0, 0, 3), (1, 0, 1), (1, 1, 3))
 
 
 # --- an engine ------------------------------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ WANTED = {
     "rwkv": {"time_decay", "time_first", "time_mix_key", "time_mix_receptance", "time_mix_value"},
     "xlstm": set(),
     "zamba2": MAMBA_2,
+    "zaya": {f"conv_qk_{kind}.{name}" for kind in ("depthwise", "grouped") for name in ("weight", "bias")},
 }  # fmt: skip
-QUICK = ("kimi_linear", "lfm2", "mamba", "qwen3_5_text", "zamba2")
+QUICK = ("kimi_linear", "lfm2", "mamba", "qwen3_5_text", "zamba2", "zaya")
 
 
 def on_meta(name):

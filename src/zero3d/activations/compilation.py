@@ -20,6 +20,7 @@ from torch import nn
 from zero3d.activations.segments import Recomputed
 from zero3d.activations.targets import Blocks, blocks_of
 from zero3d.errors import ConfigError, short
+from zero3d.models.mixing import mixers
 from zero3d.models.wrappers import Compiled, Wrapped
 
 BACKEND = "inductor"
@@ -49,9 +50,11 @@ def compiled_note(model: nn.Module) -> str | None:
     if not compiled:
         return None
     kinds = sorted({type(module).__name__ for module in compiled})
+    mix = sorted({type(mixer).__name__ for module in compiled for mixer in mixers(module).values()})
+    outside = f"; in packed rows convolutions and scans of {', '.join(mix)} run between graphs" if mix else ""
     return (
         f"compiled: {len(compiled)} x {', '.join(kinds)}, one graph a kind; a batch of another shape compiles again, "
-        "the second time for any length, whose kernels are slower (dynamic shapes): pack or pad to one length"
+        f"the second time for any length, whose kernels are slower (dynamic shapes): pack or pad to one length{outside}"
     )
 
 

@@ -309,23 +309,21 @@ class Replay:
 
 
 class Recomputed:
-    """Calls a module's forward, drops its interior, and computes that again when the backward needs it."""
+    """Calls a module's forward, drops its interior, and computes that again when the backward needs it.
+
+    inner  the module's forward inside, which a recomputation calls
+    """
 
     def __init__(self, name: str, module: nn.Module, recorder: Recorder) -> None:
         self._name = name
         self._module = module
         self.recorder = recorder
-        self._forward = module.forward
+        self.inner: Forward = module.forward
 
     @property
     def replaying(self) -> bool:
         """Whether a recomputation is calling the blocks, with the arguments they had behind their hooks."""
         return self.recorder.replaying
-
-    @property
-    def inner(self) -> Forward:
-        """The module's forward inside."""
-        return self._forward
 
     @property
     def every(self) -> int:
@@ -334,10 +332,10 @@ class Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.replaying and not (torch.is_grad_enabled() and self._module.training):
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
-        return self.recorder(self._name, self._module, self._forward, args, kwargs)
+        return self.recorder(self._name, self._module, self.inner, args, kwargs)
 
     def _without_cache(self, value: Any) -> Any:
         if not hasattr(value, "get_seq_length"):  # what tells a Hugging Face cache

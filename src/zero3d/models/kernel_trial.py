@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError
 from zero3d.models.copies import copy_with
@@ -34,6 +35,7 @@ from zero3d.precision import dtype_name
 ROWS = ((70, 5, 99), (1, 64, 109))  # tokens of documents; kernels of delta rules make chunks of 64
 NEAR = 4e-3  # of the largest number: products of fp32 may have the digits of tf32
 ROUNDINGS = 6  # of a dtype, where these are more
+HOST = "cpu"  # where there are no kernels
 LEAKS = 2.0  # so many times as much a row must be off that is told nothing
 _found: dict[str, str] = {}
 _one_at_a_time = Lock()  # globals of a file are all ranks' that are threads
@@ -65,14 +67,28 @@ def try_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -> s
         return f"data.packing: that kernels of {', '.join(names)} keep documents apart was not tried ({why})"
     if wrong := _found[key]:
         raise ConfigError(
-            f"data.packing=true cannot be used: on {device.type} in {dtype_name(dtype)}, {wrong}. Install another "
-            "version of its package, uninstall it, or set data.packing=false."
+            f"documents cannot be packed: on {device.type} in {dtype_name(dtype)}, {wrong}. Install another version of "
+            "its package, uninstall it, or give each document a row (data.packing=false in a run's file)."
         )
     took = time.monotonic() - begun
     return (
         f"data.packing: kernels of {', '.join(names)} keep documents apart on {device.type} in {dtype_name(dtype)}, "
         f"tried in {took:.1f} s"
     )
+
+
+def wrong_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a model's kernels let packed documents see each other on an accelerator; None where they do not.
+
+    An engine asks before anything is cut: whether rows will be packed, it sees by those that come.
+    """
+    if device.type == HOST or isinstance(torch.empty(0), FakeTensor):
+        return None
+    try:
+        try_kernels(model, device, dtype)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def kernels_in(model: nn.Module) -> list[str]:

@@ -223,7 +223,9 @@ def told_first(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **{key: value for key, value in kwargs.items() if key not in OF_OTHERS})
         return _apart(name, function, Call(names, args, kwargs))
 
-    apart.original = function  # type: ignore[attr-defined]
+    made: Any = apart
+    made.original = function
+    made.__code__ = made.__code__.replace(co_name=name)  # torch.compile keeps few graphs of one code
     return apart
 
 
@@ -288,9 +290,9 @@ def _ends_of(name: str, function: Callable[..., Any]) -> dict[str, str]:
     takes = inspect.signature(kernel).parameters
     if wanted and wanted[0] not in takes:
         raise ConfigError(
-            f"data.packing: {kernel.__module__}.{kernel.__qualname__} takes no {wanted[0]}, to be told where "
-            f"documents end; its parameters are {', '.join(takes)}. Install a version that has it, or "
-            "set data.packing=false."
+            f"documents cannot be packed: {kernel.__module__}.{kernel.__qualname__} takes no {wanted[0]}, to be told "
+            f"where they end; its parameters are {', '.join(takes)}. Install a version that has it, or give each "
+            "document a row (data.packing=false in a run's file)."
         )
     return {each: TOLD_AS[each] for each in wanted if each in takes}
 
@@ -365,14 +367,15 @@ class Mixing:
 
     roots      modules whose forwards are the model's: itself, or the chunks of a pipeline
     positions  the model takes position_ids; from any other they are kept
+    refused    why packed rows are refused; None: they are not
     """
 
-    def __init__(self, roots: Iterable[nn.Module], positions: bool) -> None:
+    def __init__(self, roots: Iterable[nn.Module], positions: bool, refused: str | None = None) -> None:
         self._undo: list[Callable[[], None]] = []
         for root in roots:
-            self._install(root, positions)
+            self._install(root, positions, refused)
 
-    def _install(self, root: nn.Module, positions: bool) -> None:
+    def _install(self, root: nn.Module, positions: bool, refused: str | None) -> None:
         found: dict[str, Any] = mixers(root)
         replace_functions(root)
         for file in mixing_files(root) | _unplaced_masks(root):
@@ -386,7 +389,7 @@ class Mixing:
                 )
                 module.forward = _per_document(own)
         in_pieces = any(is_taken_apart(module) for module in found.values())
-        entry = _Entry(tuple(inspect.signature(root.forward).parameters), positions, in_pieces)
+        entry = _Entry(tuple(inspect.signature(root.forward).parameters), positions, in_pieces, refused)
         hooks = (
             root.register_forward_pre_hook(entry.enter, with_kwargs=True, prepend=True),
             root.register_forward_hook(entry.leave, always_call=True),
@@ -402,11 +405,12 @@ class Mixing:
 class _Entry:
     """Tells what a forward was given, from its beginning to its end.
 
-    names  of the forward's parameters, for what is passed by position
+    names    of the forward's parameters, for what is passed by position
+    refused  why packed rows are refused
     """
 
-    def __init__(self, names: Sequence[str], positions: bool, in_pieces: bool) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], positions: bool, in_pieces: bool, refused: str | None) -> None:
+        self._names, self._refused = names, refused
         self._positions, self._in_pieces = positions, in_pieces
         self._open: list[Any] = []
 
@@ -416,20 +420,36 @@ class _Entry:
         caches = given.get("past_key_values", given.get("cache_params")) is not None
         if caches or isinstance(given.get("attention_mask"), Tensor):
             documents = None
-        elif documents is None and isinstance(positions, Tensor):
-            documents = Documents.of(_of_every_row(positions, given))
+        elif documents is None:
+            documents = _found(given, positions)
         elif documents is not None and isinstance(positions, Tensor):
             documents = documents.to(positions)
+        if documents is not None and self._refused is not None:
+            raise ConfigError(self._refused)
         around = during(Told(documents, self._in_pieces))
         around.__enter__()
         self._open.append(around)
         _carry(root)
         left_out = {DOCUMENTS} if self._positions else {DOCUMENTS, "position_ids"}
-        return args, {name: value for name, value in kwargs.items() if name not in left_out}
+        passed = {name: value for name, value in kwargs.items() if name not in left_out}
+        if documents is not None and positions is None and self._positions:
+            passed["position_ids"] = documents.positions  # for masks, which know no other names
+        return args, passed
 
     def leave(self, *_: Any) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
+
+
+def _found(given: Mapping[str, Any], positions: Any) -> Documents | None:
+    """Return the documents that a forward is told of: by positions, else by the names that kernels have for them."""
+    if isinstance(positions, Tensor):
+        return Documents.of(_of_every_row(positions, given))
+    numbers, ends = given.get("seq_idx"), given.get("cu_seq_lens_q")
+    if isinstance(numbers, Tensor):
+        return Documents.of_numbers(_of_every_row(numbers, given))
+    shape = next((t.shape[:2] for name in ROWS if isinstance(t := given.get(name), Tensor)), None)
+    return Documents.of_ends(ends, (shape[0], shape[1])) if isinstance(ends, Tensor) and shape is not None else None
 
 
 def _of_every_row(positions: Tensor, given: Mapping[str, Any]) -> Tensor:

@@ -12,6 +12,7 @@ to the forward: `during` says it inside, and recomputation says it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,6 +53,31 @@ class Documents:
             starts = [0, *(place + 1 for place, is_begin in enumerate(found) if is_begin)]
             spans += zip([row] * len(starts), starts, [*starts[1:], positions.shape[1]], strict=True)
         return None if len(spans) == positions.shape[0] else cls(tuple(spans), positions)
+
+    @classmethod
+    def of_numbers(cls, numbers: Tensor) -> Documents | None:
+        """Return those of numbers [B, T] that change where a document begins (`seq_idx`). Reads the device."""
+        return cls._begun(numbers.diff() != 0)
+
+    @classmethod
+    def of_ends(cls, ends: Tensor, shape: tuple[int, int]) -> Documents | None:
+        """Return those of where documents end in one row of all (`cu_seq_lens_q`), cut into `shape`. Reads the device.
+
+        A document that goes on in the next row is two: rows do not see each other.
+        """
+        if isinstance(ends, FakeTensor):
+            return None
+        begins = torch.zeros(math.prod(shape), dtype=torch.bool, device=ends.device)
+        begins[ends[(ends > 0) & (ends < len(begins))].long()] = True
+        return cls._begun(begins.view(shape)[:, 1:])
+
+    @classmethod
+    def _begun(cls, begins: Tensor) -> Documents | None:
+        """Return documents whose first tokens are marked in [B, T - 1], the first of each row left out."""
+        first = torch.ones(len(begins), 1, dtype=torch.bool, device=begins.device)
+        places = torch.arange(begins.shape[1] + 1, device=begins.device).expand(len(begins), -1)
+        started = torch.where(torch.cat([first, begins], 1), places, 0).cummax(1).values
+        return cls.of(places - started)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -7,11 +7,14 @@
 
 These are rates, filters and offsets of single channels or heads: no matrices, whatever their dimensions. They are told
 by what a module has, not by what it is called, since mixers are called mamba, mixer, conv, linear_attn, temporal_block.
+Whether a module mixes tokens is asked here alone: mixing.py knows transformers' classes, others have one of these.
 """
 
 from __future__ import annotations
 
 from torch import nn
+
+from zero3d.models.mixing import is_mixer_class
 
 RATES = ("A_log", "recurrent_param", "time_decay")  # a module with one of them of its own is a recurrence
 OWN = (*RATES, "D", "time_first")  # of a recurrence, like its biases
@@ -32,8 +35,12 @@ def is_short_convolution(module: nn.Module) -> bool:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module mixes tokens by a short convolution or a recurrence that it has itself."""
-    return _is_recurrence(module) or any(map(is_short_convolution, module.children()))
+    """Return whether a module mixes tokens otherwise than by attention.
+
+    It is of a class that mixing.py keeps documents apart in, or has a short convolution or a recurrence itself.
+    """
+    has_own = _is_recurrence(module) or any(map(is_short_convolution, module.children()))
+    return has_own or is_mixer_class(type(module))
 
 
 def read_by_mixers(model: nn.Module) -> set[str]:
@@ -45,10 +52,15 @@ def read_by_mixers(model: nn.Module) -> set[str]:
 
 
 def own_of_recurrences(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are of recurrences or short convolutions, and no matrices."""
+    """Return the names of parameters that are of recurrences or of mixers' convolutions, and no matrices.
+
+    Convolutions of a mixer may be padded outside, and mix channels of a head (Zaya).
+    """
     found = set()
+    mixers = (module for module in model.modules() if is_mixer_class(type(module)))
+    of_mixers = {child for mixer in mixers for child in mixer.children() if isinstance(child, nn.Conv1d)}
     for owner, module in model.named_modules():
-        recurs, convolves = _is_recurrence(module), is_short_convolution(module)
+        recurs, convolves = _is_recurrence(module), is_short_convolution(module) or module in of_mixers
         for name, _ in module.named_parameters(recurse=False):
             if convolves or name.startswith(SHIFTS) or (recurs and (name in OWN or name.endswith("bias"))):
                 found.add(f"{owner}.{name}".lstrip("."))

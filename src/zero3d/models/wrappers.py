@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,11 +31,15 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.co
 
 
 class Compiled:
-    """Calls a module's own forward, compiled."""
+    """Calls a module's own forward, compiled.
+
+    torch.compile keeps few graphs of one code, after which it compiles nothing more there, and blocks of all kinds may
+    have one code. So modules of one structure share graphs, and each other structure has the code once more.
+    """
 
     def __init__(self, module: nn.Module, compile: Compile) -> None:
         self._module, self._compile = module, compile
-        self._forward = compile(module.forward)
+        self._forward = compile(_of_own_kind(module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """Compile the copied module's forward: the compiled function would go on calling the original."""
@@ -50,6 +55,25 @@ class Compiled:
 def _without_empty_cache(value: Any) -> Any:
     """Return None for a Hugging Face cache that holds nothing: training leaves its keys to nobody."""
     return None if hasattr(value, "get_seq_length") and not int(value.get_seq_length()) else value
+
+
+_codes: dict[CodeType, dict[Any, CodeType]] = {}  # by the structure of modules that have it
+
+
+def _of_own_kind(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward, of a code that modules of another structure do not have."""
+    forward = module.forward
+    function = getattr(forward, "__func__", None)
+    if not isinstance(function, FunctionType) or getattr(forward, "__self__", None) is not module:
+        return forward
+    kind = tuple((name, type(inner)) for name, inner in module.named_modules())
+    codes = _codes.setdefault(function.__code__, {})
+    code = codes.setdefault(kind, function.__code__.replace() if codes else function.__code__)
+    if code is function.__code__:
+        return forward
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__, own.__dict__ = function.__kwdefaults__, dict(vars(function))
+    return MethodType(own, module)
 
 
 class Wrapped:
@@ -106,6 +130,15 @@ class Wrapped:
         wrapper = copy.copy(wrapper)
         vars(wrapper).update(_modules={}, _checkpoint_wrapped_module=run)
         return wrapper.forward(*args, **kwargs)
+
+
+def wrap_forward(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put a function around a module's own forward, inside of what recomputes it: a recomputation calls it, too."""
+    outside: Any = module
+    inside = module.forward
+    while hasattr(inside, "inner"):
+        outside, inside = inside, inside.inner
+    setattr(outside, "forward" if outside is module else "inner", around(inside))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -15,6 +15,8 @@ and optimizers see cut parameters only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
+from zero3d.models.wrappers import wrap_forward
 from zero3d.tensor_parallel.regions import Regions
 
 SCALES = "mup_vector"  # Falcon-H1's buffer of factors, one for each output of in_proj
@@ -69,12 +72,12 @@ def take_groups(regions: Regions, name: str, mixer: Any, count: int) -> None:
             "other: pass a tp of which one does, or give in_proj colwise_gather_output, out_proj rowwise_split_input "
             "and the rest of it 'none' in the tensor-parallel plan, so that it is whole between them."
         )
-    forward = LocalMixer(mixer, groups, regions, name)
+    local = LocalMixer(mixer, groups, regions, name)
+    wrap_forward(mixer, local.around)
     mixer.n_groups = groups.local
-    mixer.conv_dim = forward.inner + 2 * groups.local * groups.states
-    mixer.forward = forward
+    mixer.conv_dim = local.inner + 2 * groups.local * groups.states
     if groups.shared:
-        mixer.in_proj.register_forward_hook(forward.gather)
+        mixer.in_proj.register_forward_hook(local.gather)
         if not isinstance(mixer.norm, nn.Identity):
             mixer.norm.forward = SharedNorm(mixer.norm, groups, regions, f"{name}.norm")
     elif hasattr(mixer.norm, "n_groups"):  # others have the size of a group
@@ -82,28 +85,34 @@ def take_groups(regions: Regions, name: str, mixer: Any, count: int) -> None:
 
 
 class LocalMixer:
-    """The forward of a mixer with this rank's heads and groups: it lends the mixer what that reads beside its weights.
+    """Lends a mixer, while its own forward runs with this rank's heads and groups, what that reads beside its weights.
 
     inner  channels of x, and of the gate, on this rank
     """
 
     def __init__(self, mixer: Any, groups: Groups, regions: Regions, name: str) -> None:
         self.inner = (mixer.conv_dim - groups.width) // groups.ranks
-        self._forward, self._mixer = mixer.forward, mixer
+        self._mixer = mixer
         self._groups, self._regions = groups, regions
         self._name = f"{name}.in_proj"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        conv, buffers = self._mixer.conv1d, self._mixer._buffers
-        filters, scales = dict(conv._parameters), buffers.get(SCALES)
-        if scales is not None:
-            buffers[SCALES] = self._own(scales)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:  # a recomputation may end in between
-            conv._parameters.update(filters)
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the mixer's forward that is lent this, and gives it back."""
+
+        @wraps(forward)
+        def lent(*args: Any, **kwargs: Any) -> Any:
+            conv, buffers = self._mixer.conv1d, self._mixer._buffers
+            filters, scales = dict(conv._parameters), buffers.get(SCALES)
             if scales is not None:
-                buffers[SCALES] = scales
+                buffers[SCALES] = self._own(scales)
+            try:
+                return forward(*args, **kwargs)
+            finally:  # a recomputation may end in between
+                conv._parameters.update(filters)
+                if scales is not None:
+                    buffers[SCALES] = scales
+
+        return lent
 
     def _own(self, scales: Tensor) -> Tensor:
         """Return the factors of this rank's outputs of in_proj, of those of all."""

@@ -30,6 +30,7 @@ from torch import nn
 
 from zero3d.activations.segments import Recomputed
 from zero3d.distributed.degrees import Degrees
+from zero3d.models.quantised_experts import stacks_of
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
 from zero3d.tensor_parallel.traffic import Region, SharedGroups, group_regions, loss_region, tensor_traffic
@@ -37,6 +38,7 @@ from zero3d.tensor_parallel.traffic import Region, SharedGroups, group_regions, 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "packed_rowwise", "rowwise_split_input")
 OUTPUTS = ("o_proj", "out_proj", "c_proj")
+LAST = ".mamba_decoder."  # in Zamba2's blocks called behind the transformer that is registered after it
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
     for name, style in uncut.styles.items():
         kind, parent = style.kind, name.rpartition(".")[0]
         module = _get(uncut.model, name)
+        if not _is_called(uncut, name):
+            continue
         sliced = uncut.sequence and any(name.startswith(block + ".") for block in blocks)
         if kind in COLWISE and isinstance(module, nn.Module):
             inputs, outputs = _shape(module)
@@ -114,6 +118,14 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
             yield from _reduced(uncut, name, kind, module, sliced)
 
 
+def _is_called(uncut: UncutModel, name: str) -> bool:
+    """Return whether a layer calls a module: of the adapters in a block that layers share (Zamba2), its own alone."""
+    owner, found, inside = name.partition("_adapter_list.")
+    layers = list(getattr(uncut.config, "hybrid_layer_ids", ()) or ())
+    layer = int(owner.partition("layers.")[2].partition(".")[0]) if found and layers else -1
+    return layer not in layers or layers.index(layer) == int(inside.partition(".")[0])
+
+
 def shared_groups(mixer: Any, total: int) -> SharedGroups:
     """Return what ranks may share of a Mamba2 mixer of so many groups, as it is before it is cut."""
     filters = sum(p[0].numel() for p in mixer.conv1d.parameters())
@@ -130,7 +142,7 @@ def _reduced(uncut: UncutModel, name: str, kind: str, module: nn.Module, sliced:
         if kind == "rowwise_split_input":
             yield Region(name, "", "all_gather", inputs)
     else:
-        width = _hidden(uncut)
+        width = (_of_experts(uncut, name, module) if kind == "moe_tp_experts" else 0) or _hidden(uncut)
     if kind == "moe_tp_experts" and len(inspect.signature(module.forward).parameters) == 1:
         width *= next((len(p) for p in module.parameters()), 1)  # hidden states weighed before, for every expert
         yield Region(name, "", "all_reduce", width)
@@ -138,6 +150,19 @@ def _reduced(uncut: UncutModel, name: str, kind: str, module: nn.Module, sliced:
         yield Region(name, "", "all_reduce", width)
         yield Region(name, "", "all_reduce", getattr(uncut.config, "num_experts_per_tok", 0))
     yield Region(name, *(("reduce_scatter", "all_gather") if sliced else ("all_reduce", "")), width)
+
+
+def _of_experts(uncut: UncutModel, name: str, module: nn.Module) -> int:
+    """Return how wide what experts take and give is, 0 where no stack says so: its dimension that tp leaves whole.
+
+    Of experts in a latent space (Nemotron-H) it is not the hidden size.
+    """
+    for key, p in module.named_parameters(recurse=False):
+        stack, style = stacks_of(module).get(key), uncut.styles.get(f"{name}.{key}")
+        matrix = tuple(p.shape[1:]) if stack is None else stack.full.shape
+        if len(matrix) == 2 and style is not None and style.kind in (*COLWISE, *ROWWISE):
+            return matrix[0 if style.kind in ROWWISE else 1]
+    return 0
 
 
 def _of_sequence(blocks: list[str], uncut: UncutModel) -> Iterator[Region]:
@@ -227,6 +252,7 @@ def _recomputed(model: nn.Module, regions: list[Region]) -> set[str]:
     again = set()
     for i, (name, forward) in enumerate(modules.items()):
         inside = [r.name for r in regions if r.forward and r.name.startswith(name + ".")]
+        inside.sort(key=lambda inner: LAST in inner)
         ends = (i + 1) % forward.every == 0 or i == len(modules) - 1
         if inside and ends and not _kept_behind(model.get_submodule(name), inside[-1].removeprefix(name + ".")):
             inside.pop()

@@ -5,7 +5,7 @@
     deepseek_v3                                      none for its latent attention; deepseek_v2's is transformers'
     lfm2, jamba                                      attention and MLPs; convolutions and Mamba mixers stay whole
     mamba2, bamba, falcon_h1, granitemoehybrid,      Mamba2 mixers by heads; attention and MLPs
-    nemotron_h
+    nemotron_h, zamba2                               also in blocks that layers share
     qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid    gated delta rules by heads; the rest is transformers'
     kimi_linear, bailing_hybrid                      Kimi delta attention by heads, and latent attention
     falcon_mamba                                     matrices are cut, and mixers whole between them
@@ -162,6 +162,23 @@ def _mamba2_alone(config: Any) -> Plan:
     return _mamba2("layers.*.mixer", config.num_heads, inner, config.n_groups, config.state_size)
 
 
+def _zamba2(config: Any) -> Plan:
+    """Cut mixers, also those beside a shared transformer, and that one, with the second matrices of its adapters."""
+    inner = int(config.mamba_expand * config.hidden_size)
+    sizes = (config.n_mamba_heads, inner, config.mamba_ngroups, config.mamba_d_state)
+    shared, mlp = "layers.*.shared_transformer", "layers.*.shared_transformer.feed_forward"
+    adapters = {f"{shared}.self_attn.linear_{x}_adapter_list.*.1": "colwise" for x in "qkv"}
+    gated = dict.fromkeys((f"{mlp}.gate_up_proj", f"{mlp}.gate_up_proj_adapter_list.*.1"), "packed_colwise")
+    return {
+        **_mamba2("layers.*.mamba", *sizes),
+        **_mamba2("layers.*.mamba_decoder.mamba", *sizes),
+        **_attention(f"{shared}.self_attn"),
+        **adapters,
+        **gated,
+        f"{mlp}.down_proj": "rowwise",
+    }
+
+
 def _mamba2_beside(config: Any) -> Plan:
     """Cut the mixers of hybrids that name their numbers mamba_*."""
     inner = getattr(config, "mamba_d_ssm", None) or int(config.mamba_expand * config.hidden_size)
@@ -225,6 +242,7 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "qwen3_vl_moe_text": _NORMS_OF_HEADS,
     "qwen3_vl_text": _attention() | _NORMS_OF_HEADS | _gated("layers.*.mlp"),
     "stablelm": _stablelm,
+    "zamba2": _zamba2,
 }
 
 
@@ -236,7 +254,6 @@ UNPLANNED: Mapping[str, str] = {  # types without a plan, and what between their
     "rwkv": "a recurrence over its channels, and a shift of tokens in attention and MLP",
     "xlstm": "mLSTM cells with gates and norms of all heads",
     "zamba": "mixers with matrices for every head, and a transformer that its blocks share",
-    "zamba2": "a transformer that its blocks share, with adapters for each of them",
     "zaya": "attention that convolves queries and keys together and delays values",
 }
 
