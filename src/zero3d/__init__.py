@@ -84,8 +84,11 @@ _HOME = {
 __all__ = list(_HOME)
 
 
+_ROOMS = ("activations", "checkpoint", "engine", "errors", "models", "optim", "plan", "weights")  # have public names
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("optim", "weights"):
+    if name in _ROOMS:
         return import_module(f"zero3d.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'zero3d' has no attribute {name!r}")

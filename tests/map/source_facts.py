@@ -35,11 +35,13 @@ PARTS = {"library": (), "ways": ("library",), "tools": ("library", "ways")}
 
 def part_of(name):
     first = name.partition(".")[0]
-    return first if first in PARTS else "library"
+    return "tools" if name == "__main__" else first if first in PARTS else "library"
 
 
 def package_of(name):
     """zero.unit -> zero; tools.plan.spec -> tools.plan; ways.verl -> ways.verl."""
+    if name == "__main__":  # stands for the command
+        return "tools.cli"
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if rest and part_of(first) != "library" else first
 

@@ -166,6 +166,7 @@ def test_files_without_torch_import_files_without_torch():
 
 # What a trainer does not need: nothing but itself imports it, so that it stays outside of the engine's imports.
 BESIDE_THE_ENGINE = (
+    "__main__",
     "tools",
     "ways",
     "train.callstack",
@@ -217,7 +218,8 @@ def test_an_engine_imports_nothing_of_what_a_trainer_does_not_need_and_a_run_no_
 
 
 def test_few_files_lie_at_the_root():
-    assert len(list(SRC.glob("*.py"))) <= 6
+    found = [path for path in SRC.glob("*.py") if path.name != "__main__.py"]  # `python -m` looks nowhere else
+    assert len(found) <= 6
 
 
 def test_imports_count_at_the_top_inside_functions_and_for_types_alone(tmp_path):

@@ -1,8 +1,12 @@
 """engine.close(): the model is a plain one again, with the weights of its training, and nothing of the engine stays."""
 
 import copy
+import gc
+import os
+import socket
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -627,3 +631,52 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_weights_unsharded(tmp_path):
     with pytest.raises(zero3d.CheckpointError):
         engine.load(tmp_path / "none")
     assert bits(model.parameters()) == before
+
+
+def dropped():
+    """An engine and meshes that are collected instead of closed end the world that they began, the last one alone."""
+    for _ in range(2):
+        engine, mesh = Engine(net(), precision="fp32", optimizer=adamw), zero3d.Mesh()
+        train(engine)
+        del engine
+        gc.collect()
+        assert dist.is_initialized()
+        del mesh
+        gc.collect()
+        assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = zero3d.Mesh()
+    mesh.close()
+    del mesh
+    gc.collect()
+    assert dist.is_initialized()  # the caller's
+
+
+def test_the_last_engine_or_mesh_that_is_dropped_ends_the_world_of_one_process(alone):
+    alone(dropped)
+
+
+def worlds(port):
+    """Losses of engines in worlds that ranks begin and end one after another, through one launcher's port."""
+    rank, losses = dist.get_rank(), []
+    dist.destroy_process_group()
+    given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with mock.patch.dict(os.environ, given):
+        for _ in range(3):
+            assert not dist.is_initialized()
+            engine = Engine(net(), stage=3, precision="fp32", optimizer=adamw)
+            assert dist.get_world_size() == 2
+            train(engine)
+            with engine.full_params():
+                losses.append(sum(p.double().sum().item() for p in engine.module.parameters()))
+            engine.close()
+    assert not dist.is_initialized()
+    return losses
+
+
+def test_ranks_whose_last_engine_is_closed_can_begin_another_world(ranks):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = ranks(2, worlds, port)
+    assert found == [[found[0][0]] * 3] * 2

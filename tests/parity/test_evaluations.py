@@ -127,6 +127,7 @@ def test_a_run_of_wsd_that_is_resumed_on_another_number_of_ranks_has_the_rates_o
          "own_code:other_names returned of_rank_0 on rank 0 and of_rank_1 on rank 1"),
         ({"evaluate": {"function": "own_code:turns", "best": "qualty"}}, "Type evaluate.best=quality."),
         ({"callbacks": ["own_code:Stumbles"]}, "callbacks own_code:Stumbles: on_step raised KeyError: 1 ("),
+        ({"callbacks": ["own_code:Interrupts"]}, "callbacks own_code:Interrupts: on_step raised KeyboardInterrupt ("),
         ({"callbacks": ["own_code:Misspelled"]}, "on_evaluat is not an event"),
     ],
 )  # fmt: skip

@@ -1,8 +1,14 @@
 """Public names: each has a docstring, which the site's API page shows. The site itself needs no building for that."""
 
+import importlib
+import re
+import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs" / "site"))
@@ -56,3 +62,30 @@ def test_a_docstring_becomes_definitions_blocks_and_text():
         "", "::", "", "        a drawing", "",
         "", "End.", "",
     ]  # fmt: skip
+
+
+def looked_up(name):
+    """The documented name, after `import zero3d` alone."""
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == "zero3d"]:
+        del sys.modules[loaded]
+    return type(reduce(getattr, name.split(".")[1:], importlib.import_module("zero3d"))).__name__
+
+
+# The first three stand for all rooms whose packages load no modules, and for those that load the modules of their names.
+SHOWN = ["zero3d.errors.StreamError", "zero3d.plan.ModelSpec", "zero3d.checkpoint.streamed_folder.FolderSender"]
+
+
+def documented():
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = re.findall(r"^\.\. auto(?:class|function):: (zero3d\.\S+)", page, re.M)
+    return [name for name in ["zero3d.models.open.open_model", *names] if name not in SHOWN]
+
+
+@pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.long) for name in documented())])
+def test_a_documented_name_is_there_after_one_import(alone, name):
+    assert alone(looked_up, name) in ("type", "ABCMeta", "function", "EnumType", "_ProtocolMeta")
+
+
+def test_the_package_runs_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "zero3d", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("zero3d ")

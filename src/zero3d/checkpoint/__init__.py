@@ -38,3 +38,15 @@ offline_export    the folder that `export` writes, from a checkpoint's files
 No torch: folders, copies, files, fields, frozen_base, manifest, manifest_parser, tiling, integrity, inventory,
 resume_contract.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module of a public name when it is first used."""
+    if name != "streamed_folder":
+        raise AttributeError(f"module 'zero3d.checkpoint' has no attribute {name!r}")
+    return import_module("zero3d.checkpoint.streamed_folder")

@@ -28,7 +28,7 @@ def imported(key: str, path: str) -> Any:
         sys.path.insert(0, directory)
     try:
         return getattr(import_module(module), name)
-    except Exception as error:  # whatever a module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
         missing = isinstance(error, (ImportError, AttributeError, ValueError))
         why = " ".join(str(error).split())[:LONGEST] if missing else in_one_line(error)
         raise ConfigError(f"{key} {short(path)!r} cannot be imported from {directory}: {why}") from error
@@ -41,8 +41,9 @@ def check_module(key: str, path: str) -> None:
         raise ConfigError(f"{key} {short(path)!r} cannot be imported from {directory}: No module named {short(top)!r}")
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Return an error of somebody else's code in one line, with the place where it was raised."""
     frames = extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""  # else in the call itself
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"
+    text = " ".join(str(error).split())[:LONGEST]
+    return f"{type(error).__name__}{': ' * bool(text)}{text}{place}"

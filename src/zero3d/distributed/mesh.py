@@ -32,7 +32,7 @@ from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
 from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
 from zero3d.distributed.order_watch import OrderWatch
-from zero3d.distributed.rendezvous import shared_store
+from zero3d.distributed.rendezvous import end_world, world_store
 from zero3d.distributed.waiting import StoreExchange
 from zero3d.errors import MeshError
 from zero3d.memory.arena import Arena
@@ -81,9 +81,12 @@ class Mesh:
     ) -> None:
         self.device = choose_device(device, _launched())
         self._known = read_note() if dist.is_initialized() else ""  # in a world that was there before
+        _users.add(self)  # before the world is looked at: another mesh may be collected meanwhile
         start_distributed(self.device)
-        if dist.group.WORLD in _begun:
-            _of_one_process.add(self)
+        if dist.group.WORLD not in _begun:
+            _users.discard(self)
+        elif dist.get_world_size() == 1:  # peers would not collect theirs at the same time
+            weakref.finalize(self, _end_unused, os.getpid()).atexit = False
         check_carries(self.device)
         self.world = dist.get_world_size()
         self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep, sp, shard)
@@ -102,9 +105,10 @@ class Mesh:
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
     def close(self) -> None:
-        """End the groups of all axes, and torch.distributed where a mesh began it for one process and none is left.
+        """End the groups of all axes, and torch.distributed where a mesh began it and none that uses it is left.
 
-        All ranks call it, when no engine uses the mesh any more.
+        All ranks call it, when no engine uses the mesh any more. In a world of one process a mesh that is collected
+        counts as closed.
         """
         watch, self._watch = self._watch, None
         if watch is not None:
@@ -118,10 +122,9 @@ class Mesh:
                 dist.destroy_process_group(group)
         for axes in self._axes.values():
             axes.clear()
-        if self in _of_one_process:
-            _of_one_process.discard(self)
-            if not _of_one_process:
-                _end()
+        if self in _users:
+            _users.discard(self)
+            _end_unused(os.getpid())
 
     @property
     def rank(self) -> int:
@@ -311,8 +314,8 @@ def _has_one(name: str) -> bool:
     return name in ("world", "replica") or name.startswith("node")
 
 
-_begun: WeakSet[dist.ProcessGroup] = WeakSet()  # the world of this process alone, if a mesh has begun it
-_of_one_process: WeakSet[Mesh] = WeakSet()  # that use it
+_begun: WeakSet[dist.ProcessGroup] = WeakSet()  # the world, if `start_distributed` has begun it
+_users: WeakSet[Mesh] = WeakSet()  # meshes that use such a world
 
 
 def usual_communicators(device: torch.device) -> int:
@@ -336,7 +339,7 @@ def start_distributed(device: torch.device | None = None) -> None:
     atexit.register(_end)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         patience = _patience(backend)
-        store, rank, world = shared_store(os.environ, patience)
+        store, rank, world = world_store(os.environ, patience)
         if backend != "gloo":
             claim_device(store, device, rank)
         options = backend_options(backend, options_of("world"), patience)
@@ -346,8 +349,8 @@ def start_distributed(device: torch.device | None = None) -> None:
     else:
         with _loopback():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        assert dist.group.WORLD is not None
-        _begun.add(dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    _begun.add(dist.group.WORLD)
 
 
 def _patience(backend: str) -> timedelta:
@@ -402,6 +405,13 @@ def _close(axis: weakref.ref[Axis]) -> None:
     alive = axis()
     if alive is not None:
         alive.close()
+
+
+def _end_unused(process: int) -> None:
+    """End a world that `start_distributed` began in this process, if no mesh uses it any more."""
+    if os.getpid() == process and not list(_users) and dist.is_initialized() and dist.group.WORLD in _begun:
+        _end()
+        end_world(os.environ)
 
 
 def _end() -> None:

@@ -9,14 +9,19 @@ would read those of the dead. Each attempt gets a prefix of its own, which its r
     prefix S                                     prefix S
 
 A dead rank 0 welcomes nobody. The agents' restart counts would not do: each node counts for itself.
+
+Ranks that have ended torch.distributed and begin it again keep their store: one that rank 0 opened anew would have the
+port of the old one, to which a rank may still connect. Each world has a prefix by its number, which ranks count alike.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -38,6 +43,45 @@ def shared_store(environment: Mapping[str, str], patience: timedelta) -> tuple[S
     if restarts and world > 1:
         store = PrefixStore(f"{_KEY}/{attempt(store, rank, world, patience.total_seconds())}", store)
     return store, rank, world
+
+
+class _World(NamedTuple):
+    """A world that has begun: its launcher's store, this rank, the number of ranks, and which one of them it is."""
+
+    store: Store
+    rank: int
+    size: int
+    number: int
+
+
+_KNOWN_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_worlds: dict[tuple[str | None, ...], _World] = {}  # the last one that has begun, by process and launcher
+_ended: set[tuple[str | None, ...]] = set()  # those that all ranks have ended by closing their meshes
+
+
+def world_store(environment: Mapping[str, str], patience: timedelta) -> tuple[Store, int, int]:
+    """Return what `shared_store` does, for a world of its own; one after an ended world is in that one's store.
+
+    Raises Zero3dError when ranks do not come.
+    """
+    known = _known(environment)
+    if known in _ended:
+        last = _worlds[known]
+        _worlds[known] = found = last._replace(number=last.number + 1)
+        _ended.discard(known)
+        return PrefixStore(f"zero3d/world/{found.number}", found.store), found.rank, found.size
+    _worlds[known] = _World(*shared_store(environment, patience), 1)
+    return _worlds[known][:3]
+
+
+def end_world(environment: Mapping[str, str]) -> None:
+    """Note that all ranks have ended the world that has begun last, so that another one may begin in its store."""
+    if _known(environment) in _worlds:
+        _ended.add(_known(environment))
+
+
+def _known(environment: Mapping[str, str]) -> tuple[str | None, ...]:
+    return str(os.getpid()), *map(environment.get, _KNOWN_BY)
 
 
 def attempt(store: Store, rank: int, world: int, patience: float) -> str:

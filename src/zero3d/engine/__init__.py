@@ -37,3 +37,15 @@ report_view.py       a report as tables, in a terminal and in a notebook (no tor
 generation.py        tokens one after another
 guards.py            copies of weights that are not there are refused
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module of a public name when it is first used."""
+    if name != "checkpoints":
+        raise AttributeError(f"module 'zero3d.engine' has no attribute {name!r}")
+    return import_module("zero3d.engine.checkpoints")

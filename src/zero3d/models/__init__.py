@@ -40,3 +40,15 @@ loss_code.py     what a model's code says of its loss: shifts of labels, and wha
 targets.py       what a model's own loss is the mean of: how many targets a micro-batch has
 tiled_loss.py    the loss of the next token without logits of the whole vocabulary
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module of a public name when it is first used."""
+    if name != "open":
+        raise AttributeError(f"module 'zero3d.models' has no attribute {name!r}")
+    return import_module("zero3d.models.open")

@@ -106,5 +106,5 @@ class Callbacks:
 def _made(path: str, kind: type) -> Any:
     try:
         return kind()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{KEY} {path} cannot be made without arguments: {in_one_line(error)}") from error

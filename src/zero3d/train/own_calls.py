@@ -1,7 +1,8 @@
 """Calls of a user's own code during a run: its errors are named, and its random draws change no training.
 
-An error ends the run at once on the rank where it is raised, in one line; the other ranks may be in a collective of
-that code and lose their peer. Errors of zero3d's own, and of memory that has run out, stay as they are.
+An error, SystemExit and KeyboardInterrupt included, ends the run at once on the rank where it is raised, in one line;
+the other ranks may be in a collective of that code and lose their peer. Errors of zero3d's own, and of memory that has
+run out, stay as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from zero3d.config.own_code import in_one_line
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.rng import rng_state, set_rng_state
+from zero3d.train.stop import PressedAgain
 
 
 @contextmanager
@@ -29,8 +31,8 @@ def own_call(name: str, engine: Engine, phase: str) -> Iterator[None]:
     with engine.mesh.heartbeat.phase(phase), torch.no_grad():
         try:
             yield
-        except (Zero3dError, torch.OutOfMemoryError):
+        except (Zero3dError, torch.OutOfMemoryError, PressedAgain):
             raise
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise ConfigError(f"{name} raised {in_one_line(error)}") from error
     set_rng_state(tensors, plain, engine.mesh.device)

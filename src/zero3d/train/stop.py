@@ -11,7 +11,7 @@ SIGTERM, SIGHUP,   a request, however often they come: schedulers signal every p
 SIGUSR1            SIGUSR1), timeout(1) signals twice, and launchers pass on signals that reached the workers too
 at once            if several signals come before Python looks, the lowest number counts as the first
 waiting            inside `at_once` no step has to be finished: the first signal raises `Stopped`, also an earlier one
-SIGINT             a request; after any request it raises KeyboardInterrupt (Ctrl-C pressed again)
+SIGINT             a request; after any request it raises PressedAgain, a KeyboardInterrupt
 ignored signals    stay ignored: nohup, background jobs, and workers whose launcher has the terminal
 """
 
@@ -40,6 +40,10 @@ class Stopped(BaseException):
     def __init__(self, signal: int, where: str) -> None:
         super().__init__(where)
         self.signal = signal
+
+
+class PressedAgain(KeyboardInterrupt):
+    """Says that a user pressed Ctrl-C again; a plain KeyboardInterrupt may be raised by a user's own code."""
 
 
 class StopRequest:
@@ -90,4 +94,4 @@ class StopRequest:
             if self._waits:
                 raise Stopped(number, BEFORE)
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise PressedAgain
