@@ -35,7 +35,7 @@ from zero3d.precision import dtype_name
 ROWS = ((70, 5, 99), (1, 64, 109))  # tokens of documents; kernels of delta rules make chunks of 64
 NEAR = 4e-3  # of the largest number: products of fp32 may have the digits of tf32
 ROUNDINGS = 6  # of a dtype, where these are more
-HOST = "cpu"  # where there are no kernels
+CPU = "cpu"  # where there are no kernels
 LEAKS = 2.0  # so many times as much a row must be off that is told nothing
 _found: dict[str, str] = {}
 _one_at_a_time = Lock()  # globals of a file are all ranks' that are threads
@@ -82,7 +82,7 @@ def wrong_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
     An engine asks before anything is cut: whether rows will be packed, it sees by those that come.
     """
-    if device.type == HOST or isinstance(torch.empty(0), FakeTensor):
+    if device.type == CPU or isinstance(torch.empty(0), FakeTensor):
         return None
     try:
         try_kernels(model, device, dtype)
