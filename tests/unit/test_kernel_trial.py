@@ -142,7 +142,7 @@ def test_a_run_that_packs_tries_them_on_an_accelerator(monkeypatch):
 
 def test_an_engine_tries_them_on_an_accelerator_and_refuses_packed_rows_alone(monkeypatch):
     with_kernels(monkeypatch, qwen3_5(), NAMES | {"causal_conv1d_fn": deaf_conv})
-    monkeypatch.setattr(kernel_trial, "HOST", "elsewhere")
+    monkeypatch.setattr(kernel_trial, "CPU", "elsewhere")
     engine = zero3d.Engine(hybrid("qwen3_5_text"), optimizer=adamw, precision="fp32")
     ids = torch.arange(3, 15)[None]
     engine.train_batch([{"input_ids": ids, "labels": ids}])
