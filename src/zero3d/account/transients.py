@@ -17,7 +17,7 @@ logits         of a loss that is not made in tiles: as computed, in fp32, and in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import FP32
@@ -153,14 +153,19 @@ def local_bytes(unit: UnitPlan, elements: int) -> int:
     return 0 if of is None or of.kept else unit.sources * elements * of.local.itemsize
 
 
-def gathered_at_once(units: Iterable[BlueprintUnit], device: str) -> tuple[int, int]:
+def gathered_at_once(units: Iterable[BlueprintUnit], device: str, with_root: Collection[str] = ()) -> tuple[int, int]:
     """Return upper bounds of bytes of gathered weights: of whole units, and of messages in blocks and their scratch.
 
+    with_root  names of units that are gathered as long as the root is
     The latter include casts of masters that find no room in other ranks' slots of the gathered unit.
     """
     released = [(name, plan, layout) for name, plan, layout in units if not plan.whole]
     coded = [layout.total for _, plan, layout in released if plan.coded]
-    sizes = [(name, layout.total * plan.kind.dtype.itemsize) for name, plan, layout in released]
+    owners = [ROOT if name in with_root else name for name, *_ in released]
+    sizes = [
+        (owner, layout.total * plan.kind.dtype.itemsize)
+        for owner, (_, plan, layout) in zip(owners, released, strict=True)
+    ]
     ahead = 0 if len(coded) == len(sizes) else AHEAD  # a unit that travels in blocks is whole when it is used
     messages = coded_messages(max(coded), device) if coded else 0
     casts = max((cast_apart(plan, layout, device) for _, plan, layout in released), default=0)

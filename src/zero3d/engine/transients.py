@@ -51,7 +51,8 @@ def dtypes_of(parts: Parts) -> dict[str, str]:
 def transient_bounds(parts: Parts, micro_batches: int) -> dict[str, int]:
     """Return upper bounds of temporary buffers, in bytes.
 
-    gathered  stage 3, more ranks than one: the root all the time, two blocks at a hand-over, AHEAD units ahead
+    gathered  stage 3, more ranks than one: the root all the time, and what is read outside of its module; two blocks at
+              a hand-over, AHEAD units ahead
     bucket    stages 2, 3, more ranks than one: the root's gradients all the time, two units filling, IN_FLIGHT being
               reduced; parts of tied parameters' gradients are summed in the reduced dtype
     wire      gathers in blocks of 8 bits. IN_FLIGHT reductions, of which one is being added up (`reductions_bytes`),
@@ -61,7 +62,8 @@ def transient_bounds(parts: Parts, micro_batches: int) -> dict[str, int]:
     """
     blueprint, device = parts.blueprint_now, parts.mesh.device.type
     policy, units = blueprint.policy, list(blueprint.units)
-    full, messages = gathered_at_once(units, device)
+    with_root = {unit.name for hooks in parts.hooks for unit in hooks.with_root}
+    full, messages = gathered_at_once(units, device, with_root)
     kinds = 2 if parts.partition.experts.anywhere else 1  # a block is two units then
     passing, wider = dict[str, int](), 1
     for name, plan, layout in units:

@@ -142,6 +142,11 @@ class Hooks:
             if unit.grads is not None:
                 self._take_from(unit)
 
+    @property
+    def with_root(self) -> Sequence[Unit]:
+        """Units that are gathered as long as the root is: what has been read outside of its module's forward, too."""
+        return self._with_root
+
     def train(self, unit: Unit) -> None:
         """Take gradients of a unit that was frozen, if it is one of the root's."""
         if not self._of_root.isdisjoint(unit.weights.params):
