@@ -35,6 +35,7 @@ from zero3d.models.mixing import (
     mixing_files,
     told_first,
 )
+from zero3d.sequence.prefix import STATES
 from zero3d.tools.plan.mixers import (
     DELTA_CHUNK,
     DeltaHeads,
@@ -50,6 +51,7 @@ from zero3d.tools.plan.mixers import (
 from zero3d.tools.sim.flops import FORMULAS
 
 ALL = frozenset(FUNCTIONS)
+_ENDS = {name: names.end for name, names in STATES.items()}
 
 
 @torch.library.custom_op("zero3d::mixer_products", mutates_args=())
@@ -113,6 +115,7 @@ class _Run(NamedTuple):
     saves   which inputs it keeps
     guard   it wants inputs contiguous, and keeps them so
     by      how many of the inputs, the first, are weights by which all tokens are multiplied inside of it
+    state   of the last state in fp32, where it is asked for
     """
 
     kernel: Kernel
@@ -120,11 +123,12 @@ class _Run(NamedTuple):
     saves: tuple[int, ...]
     guard: bool = False
     by: int = 0
+    state: tuple[int, ...] | None = None
 
 
 class _Runs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, run: _Run, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         kernel, given = run.kernel, [t for t in inputs if t is not None]
         ready = [t if t is None or not run.guard else t.contiguous() for t in inputs]
         first = given[run.by]
@@ -138,11 +142,11 @@ class _Runs(torch.autograd.Function):
         del passing
         ctx.run, ctx.likes = run, [None if t is None else (t.shape, t.dtype) for t in inputs]
         ctx.save_for_backward(kept, *(ready[i] for i in run.saves))
-        return made
+        return made, None if run.state is None else first.new_empty(run.state, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (grad,), kernel, by = grads, ctx.run.kernel, ctx.run.by
+        grad, kernel, by = grads[0], ctx.run.kernel, ctx.run.by
         kept, *saved = ctx.saved_tensors
         passing = _room(kept, kernel.backward)
         mixer_products(kept, kernel.again, 0)
@@ -167,11 +171,11 @@ def _convolution(given: dict[str, Any]) -> Tensor:
     x, weight, bias = given["hidden_states"], given["weight"], given.get("bias")
     rows, channels, tokens = x.shape
     kernel = convolution(rows, tokens, channels, weight.shape[1], given.get("activation") is not None)
-    made: Tensor = _Runs.apply(_Run(kernel, (rows, tokens, channels), (0, 1)), x, weight, bias)  # type: ignore[no-untyped-call]
+    made: Tensor = _Runs.apply(_Run(kernel, (rows, tokens, channels), (0, 1)), x, weight, bias)[0]  # type: ignore[no-untyped-call]
     return made.transpose(1, 2)  # as its input lies
 
 
-def _delta(by_channel: bool, given: dict[str, Any]) -> tuple[Tensor, None]:
+def _delta(by_channel: bool, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     q, k, v, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
     rows, tokens, key_heads, key = k.shape
     heads, value = v.shape[2:]
@@ -180,18 +184,21 @@ def _delta(by_channel: bool, given: dict[str, Any]) -> tuple[Tensor, None]:
     shape = DeltaHeads(key_heads, heads, key, value)
     kernel = delta_rule(rows, tokens, shape, q.element_size(), chunk, by_channel, normed)
     saves = (*(() if normed else (0, 1)), 2, *((3,) if by_channel else ()), 4)
-    made: Tensor = _Runs.apply(_Run(kernel, v.shape, saves, guard=True), q, k, v, g, beta)  # type: ignore[no-untyped-call]
-    return made, None
+    last = (rows, heads, key, value) if given.get(_ENDS["torch_chunk_gated_delta_rule"]) else None
+    run = _Run(kernel, v.shape, saves, guard=True, state=last)
+    made: tuple[Tensor, Tensor | None] = _Runs.apply(run, q, k, v, g, beta)  # type: ignore[no-untyped-call]
+    return made
 
 
-def _mamba2(given: dict[str, Any]) -> Tensor:
+def _mamba2(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     x, b, z = given["hidden_states"], given["B"], given.get("z")
     (rows, tokens, heads, head), (groups, state) = x.shape, b.shape[2:]
     shape = SsdHeads(heads, head, groups, state)
     kernel = mamba2(rows, tokens, shape, given["chunk_size"], x.element_size(), z is not None)
     inputs = [x, *(given.get(name) for name in ("dt", "A", "B", "C", "D", "dt_bias", "z"))]
-    made: Tensor = _Runs.apply(_Run(kernel, x.shape, tuple(range(len(inputs)))), *inputs)  # type: ignore[no-untyped-call]
-    return made
+    last = (rows, heads, head, state) if given.get(_ENDS["mamba2_chunk_scan"]) else None
+    made, ends = _Runs.apply(_Run(kernel, x.shape, tuple(range(len(inputs))), state=last), *inputs)  # type: ignore[no-untyped-call]
+    return made if ends is None else (made, ends)
 
 
 def _mamba1(given: dict[str, Any]) -> Tensor:
@@ -200,7 +207,7 @@ def _mamba1(given: dict[str, Any]) -> Tensor:
     kernel = mamba1(rows, tokens, channels, a.shape[-1], x.element_size(), z is not None)
     inputs = [x, *(given.get(name) for name in ("dt", "A", "B", "C", "D", "delta_bias", "z"))]
     run = _Run(kernel, x.shape, tuple(range(len(inputs))), guard=True)
-    made: Tensor = _Runs.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    made: Tensor = _Runs.apply(run, *inputs)[0]  # type: ignore[no-untyped-call]
     return made
 
 
@@ -216,7 +223,7 @@ def _fused_mamba2(given: dict[str, Any]) -> Tensor:
     rest = ("conv1d_bias", "dt_bias", "A", "D", "rmsnorm_weight", "outproj_bias")
     inputs = [weight, mixed, filters, *(given.get(name) for name in rest)]
     run = _Run(kernel, (rows, tokens, weight.shape[0]), tuple(range(len(inputs))), by=1)
-    made: Tensor = _Runs.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    made: Tensor = _Runs.apply(run, *inputs)[0]  # type: ignore[no-untyped-call]
     return made
 
 
@@ -230,7 +237,7 @@ def _fused_mamba1(given: dict[str, Any]) -> Tensor:
     norms = ("b_rms_weight", "c_rms_weight", "dt_rms_weight")
     inputs = [*weights, mixed, *(given.get(name) for name in (*rest, *norms))]
     run = _Run(kernel, (rows, tokens, weights[2].shape[0]), tuple(range(len(inputs))), by=3)
-    made: Tensor = _Runs.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    made: Tensor = _Runs.apply(run, *inputs)[0]  # type: ignore[no-untyped-call]
     return made
 
 
