@@ -240,7 +240,7 @@ def test_models_without_states_to_pass_are_by_heads_whatever_was_asked(ranks):
     assert ranks(2, settled, "prefix")[0] == ["heads", "heads"]
 
 
-def run_of_a_file(folder, resume=None, **mesh):
+def run_of_a_file(folder, output="out", resume=None, **mesh):
     """Losses of a run of zero3d train on two ranks that share sequences, and the lines that it says."""
     from rich.console import Console
     from training import start, tree
@@ -255,9 +255,8 @@ def run_of_a_file(folder, resume=None, **mesh):
         def say(self, text):
             lines.append(text)
 
-    made = tree(
-        folder, "resumed" if resume else "out", mesh={"sp": 2, **mesh}, checkpoint={"every": 3, "export": False}
-    )
+    kept = {"every": 3, "export": False}
+    made = tree(folder, output, mesh={"sp": 2, **mesh}, data={"length": 64}, checkpoint=kept)
     result = run(load(made), start("test", resume, planned=False), Noted(Console(quiet=True)))
     return [record["loss"] for record in result.history], lines
 
@@ -267,15 +266,15 @@ def test_a_run_says_how_it_shares_recurrences_and_goes_on_so(ranks, tmp_path):
     from training import save_rows
 
     hybrid("mamba2").save_pretrained(tmp_path / "model")
-    save_rows(tmp_path / "rows.npy")
+    save_rows(tmp_path / "rows.npy", length=64)
     losses, lines = ranks(2, run_of_a_file, tmp_path)[0]
     assert [line for line in lines if line.startswith("mesh.sp_mixers=auto: prefix: heads send ")]
     assert [line for line in lines if "recurrences by states" in line]
     saved = str(tmp_path / "out" / "checkpoints" / "step-3")
-    again, lines = ranks(2, run_of_a_file, tmp_path, saved)[0]
+    again, lines = ranks(2, run_of_a_file, tmp_path, "again", saved)[0]
     assert again[-2:] == losses[-2:]
     assert [line for line in lines if line.startswith("bitwise")]
-    _, lines = ranks(2, partial(run_of_a_file, sp_mixers="heads"), tmp_path, saved)[0]
+    _, lines = ranks(2, partial(run_of_a_file, sp_mixers="heads"), tmp_path, "by heads", saved)[0]
     assert [line for line in lines if line.startswith("not bitwise: sp_mixers prefix -> heads (")]
 
 

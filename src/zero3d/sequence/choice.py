@@ -15,9 +15,10 @@ from zero3d.sequence.shares import Scanned
 from zero3d.spec.mesh import HEADS, PREFIX
 from zero3d.spec.sizes import decimal
 
-# Operations of scans that a rank computes while its link takes one byte, of numbers of 2 bytes: about those of an H100
-# and its links inside of a node. One number for all machines, for the bits of the two ways differ.
-BALANCE = 500.0
+# Operations of scans that a rank computes while its link takes one byte: few, as of cores that share a memory, where
+# scans more take longest beside what is sent (benchmarks/hybrid_sequence.py). Cards have several times as many inside a
+# node, and more between nodes. One number for all machines, for the bits of the two ways differ; plans have their own.
+BALANCE = 100.0
 
 
 class Weighed(NamedTuple):
