@@ -15,7 +15,9 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 
@@ -26,7 +28,13 @@ SHOWN = 10  # plans that differ, and places of each
 CHANGED = 40  # of every so many plans the single changes
 SHORT = 200  # of every so many what helps where a tenth of the memory is short
 OFTEN, SELDOM = 0.35, 0.08  # how often a key has another value than its default
-MODELS = {  # arguments of `open_spec`: dense ones, tied ones, experts, adapters, packed bases, towers of images
+SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+         "vocab_size": 32768, "max_position_embeddings": 4096, "use_cache": False, "tie_word_embeddings": False}  # fmt: skip
+DELTA = SIZES | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+                 "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}  # fmt: skip
+MAMBA2 = SIZES | {"model_type": "nemotron_h", "num_hidden_layers": 4, "layers_block_type": ["mamba", "mlp", "mamba", "attention"],
+                  "mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 2}  # fmt: skip
+MODELS = {  # a preset or a config, a length, and what else `open_spec` is told: dense ones, tied ones, experts, adapters, packed bases, towers of images, hybrids
     "demo": ("demo", 512, {}),
     "demo-moe": ("demo-moe", 512, {}),
     "gpt2": ("gpt2", 1024, {}),
@@ -37,6 +45,8 @@ MODELS = {  # arguments of `open_spec`: dense ones, tied ones, experts, adapters
     "llama-3-1b with adapters": ("llama-3-1b", 2048, {"lora": 16}),
     "llama-3-1b in nf4": ("llama-3-1b", 2048, {"lora": 16, "quantize": "nf4"}),
     "llava-1.5-7b with adapters": ("llava-1.5-7b", 2048, {"lora": 16}),
+    "delta rules": (DELTA, 1024, {"packed": True, "kernels": True}),
+    "mamba 2 of two groups": (MAMBA2, 1024, {"kernels": True}),
 }
 EXPERTS = ("demo-moe", "mixtral-8x7b", "deepseek-v2-lite")
 CLUSTERS = (("a100-80", 8), ("h100", 8), ("a6000", 4), ("cpu", 1), ("v100-32", 8))  # a card, and how many a node has
@@ -133,13 +143,20 @@ def draw(number):
 
 def models():
     """Trace the models, each once."""
-    from zero3d.config import Lora
+    from zero3d.config import Lora, Model
     from zero3d.tools.sim.model_spec import open_spec
 
     found = {}
-    for name, (path, length, settings) in MODELS.items():
-        lora = {"lora": Lora(rank=settings["lora"])} if "lora" in settings else {}
-        found[name] = open_spec(path, length, **{**settings, **lora})
+    for name, (model, length, settings) in MODELS.items():
+        given = {key: value for key, value in settings.items() if key in ("packed", "kernels")}
+        given |= {"lora": Lora(rank=settings["lora"])} if "lora" in settings else {}
+        given |= {"chosen": Model(quantize=settings["quantize"])} if "quantize" in settings else {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = model if isinstance(model, str) else str(Path(folder, "config.json"))
+            if path is not model:
+                Path(path).write_text(json.dumps(model))
+            spec = open_spec(path, length, **given)
+        found[name] = spec if path is model else replace(spec, name=name)
     return found
 
 

@@ -61,21 +61,19 @@ def compared(alone, tmp_path, name, plan, backend, packed=False):
     return planned / peak, busiest_traffic(spec, plan), sent
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-@pytest.mark.parametrize(("name", "packed"), [
-    ("qwen3_5_text", False), ("qwen3_5_text", True), ("nemotron_h", False), ("nemotron_h", True), ("lfm2", False),
-    ("falcon_mamba", False),
+@pytest.mark.parametrize(("name", "packed", "backend"), [
+    ("qwen3_5_text", True, "gloo"), ("nemotron_h", False, "gloo"), ("lfm2", False, "gloo"),
+    ("qwen3_5_text", False, "nccl"), ("nemotron_h", False, "nccl"), ("nemotron_h", True, "nccl"), ("falcon_mamba", False, "nccl"),
 ])  # fmt: skip
 def test_peaks_of_plans_are_those_of_dry_runs(alone, tmp_path, name, packed, backend):
     ratio, _, _ = compared(alone, tmp_path, name, ParallelPlan(dp=2, stage=3, micro_batch=2), backend, packed)
-    fused = backend == "nccl" and not packed and name in ("nemotron_h", "falcon_mamba")
-    assert 0.97 <= ratio <= (1.4 if fused else 1.05)  # plans take mixers in pieces, which keep more
+    # Where a whole mixer is one kernel, the next gather comes behind the fullest instant; and a trace takes A for tokens' own.
+    assert 0.97 <= ratio <= (1.06 if name == "falcon_mamba" else 1.05)
 
 
 @pytest.mark.parametrize(("name", "tp", "activations"), [
-    ("qwen3_5_text", 2, "none"), ("qwen3_5_text", 2, "full"), ("qwen3_5_text", 2, "selective"), ("nemotron_h", 2, "none"),
-    ("nemotron_h", 2, "full"), ("nemotron_h", 2, "selective"), ("nemotron_h", 4, "none"), ("nemotron_h", 4, "full"),
-    ("one group", 2, "none"), ("one group", 2, "full"),
+    ("qwen3_5_text", 2, "none"), ("qwen3_5_text", 2, "selective"), ("nemotron_h", 2, "full"), ("nemotron_h", 4, "selective"),
+    ("one group", 2, "none"), ("one group", 2, "selective"),
 ])  # fmt: skip
 def test_messages_over_tp_are_those_of_the_ledger(alone, tmp_path, name, tp, activations):
     plan = ParallelPlan(dp=1, tp=tp, stage=1, micro_batch=2, accumulate=2, activations=activations)

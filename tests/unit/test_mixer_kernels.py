@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero3d.models.mixing import CONVOLUTION, FUSED
 from zero3d.tools.plan import mixers
 from zero3d.tools.plan.estimate import KERNELS, ONE_DOCUMENT, evaluate
+from zero3d.tools.plan.footprint import run_of
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.kernels import KERNELS as RATES, works
 from zero3d.tools.plan.mixers import DeltaHeads, Kernel, SsdHeads
@@ -245,6 +246,20 @@ def test_a_traced_hybrid_has_its_kernels_operations_by_heads_and_plans_say_so():
     assert with_bytes.backward - without.backward == pytest.approx(2 * seconds)
     assert KERNELS in evaluate(spec, card, plan).notes
     assert ONE_DOCUMENT in evaluate(in_torch, cluster("cpu", 2), plan).notes
+
+
+@pytest.mark.long
+def test_plans_have_fused_kernels_where_they_run():
+    spec = trace(on_meta("mamba2"), LENGTH, kernels=ALL)
+    block, fused = spec.parts[1], spec.parts[1].operations.fused
+    assert fused.kept_cut + fused.kept_whole < block.operations.kept_cut + block.operations.kept_whole
+    for plan, runs in (
+        (ParallelPlan(dp=2), True),
+        (ParallelPlan(dp=1, tp=2), False),
+        (ParallelPlan(dp=2, sp=2), False),
+    ):
+        assert (run_of(spec, plan).operations(block) is fused) == runs
+    assert trace(on_meta("mamba2"), LENGTH, packed=True, kernels=ALL).parts[1].operations.fused is None
 
 
 @pytest.mark.long

@@ -62,6 +62,7 @@ def run_of(model: ModelSpec, plan: ParallelPlan) -> Run:
         kept_more(model, plan),
         tiles_loss(model, plan),
         plan.pp == 1,
+        plan.tp == plan.sp == 1,
     )
 
 
@@ -94,6 +95,7 @@ class Run(NamedTuple):
     attended  bytes that an attention keeps of sequences that are shared out, beyond those of its own rows
     tiled     the loss is computed tile by tile
     uncut     no pipeline cuts the model
+    fuses     kernels that do all of a mixer run: a rank has all heads and whole sequences
     """
 
     model: ModelSpec
@@ -107,6 +109,7 @@ class Run(NamedTuple):
     attended: float
     tiled: bool
     uncut: bool
+    fuses: bool
 
     @property
     def width(self) -> float:
@@ -148,6 +151,8 @@ class Run(NamedTuple):
     def operations(self, part: Part) -> Operations:
         """Return what a part does in this run."""
         operations = part.operations if part.dispatched is None or not self.dispatches else part.dispatched
+        if self.fuses and operations.fused is not None:
+            return operations.fused
         return operations.over_tp if self.tp > 1 and operations.over_tp is not None else operations
 
     def _interior(self, part: Part) -> float:

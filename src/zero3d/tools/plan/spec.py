@@ -139,6 +139,7 @@ class Operations:
     transient  bytes alive at the peak of its backward beyond the kept ones; tp divides them
     instants   those that may be the fullest of its backward, where they are known better than by `transient`
     over_tp    what holds where tp > 1, if that is not this divided
+    fused      what holds at tp 1 and sp 1, where one kernel does all of a mixer behind in_proj (mixers.py)
     moved      bytes that kernels of mixers read and write in a forward (mixers.py); tp divides them
     """
 
@@ -153,6 +154,7 @@ class Operations:
     transient: float = 0.0
     instants: tuple[Instant, ...] = ()
     over_tp: Operations | None = None
+    fused: Operations | None = None
     moved: float = 0.0
 
 
@@ -231,6 +233,7 @@ class ModelSpec:
 
     heads   of queries
     experts of a layer, 0 for a dense model; chosen: those that a token meets
+    latent  width of the rows that experts take, 0 where it is the hidden one
     routers layers whose experts a loss balances (output_router_logits), 0 where none does
     chain   pipelines can cut it
     mixing  kinds of layers that mix the tokens of a sequence in a way that sp cannot cut
@@ -247,6 +250,7 @@ class ModelSpec:
     kv_heads: int
     experts: int = 0
     chosen: int = 0
+    latent: int = 0
     routers: int = 0
     provenance: str = "closed form"
     chain: bool = True

@@ -178,7 +178,7 @@ def _expert_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[st
     away = rows - own + (plan.ep - 1) * own  # rows of this rank, and results of others'
     again = Policy.of(plan.activations).every is not None
     passed = Passed(1 + again, away * (1 + again), 2, away).times(plan.accumulate * len(blocks))
-    return expert_traffic(passed, model.hidden, plan.compute.itemsize, model.experts, plan.ep)
+    return expert_traffic(passed, model.latent or model.hidden, plan.compute.itemsize, model.experts, plan.ep)
 
 
 # --- the tp axis --------------------------------------------------------------------------------

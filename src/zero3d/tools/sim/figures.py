@@ -39,7 +39,7 @@ from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.quantised_experts import Stack
 from zero3d.models.targets import Targets
-from zero3d.nested import tensors_out
+from zero3d.nested import map_tensors, tensors_out
 from zero3d.precision import at_least_fp32
 from zero3d.sequence.mixers import SharedScan, halo_of
 from zero3d.sequence.shares import Halo, Scanned
@@ -50,7 +50,7 @@ from zero3d.tools.sim.live import StorageTracker
 from zero3d.tools.sim.mixer_kernels import as_kernels
 from zero3d.tools.sim.patches import around, replaced, without_values
 from zero3d.tools.sim.stand_ins import SilentAxis, empty_like
-from zero3d.tools.sim.units import RUN, PartNames
+from zero3d.tools.sim.units import RUN, PartNames, config_of
 from zero3d.train.setup.losses import next_token_loss
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -140,12 +140,14 @@ class RunAs(NamedTuple):
     images      one in every sequence; the tower that reads it counts with the embedding
     dispatched  tokens are sent to experts, as many to each as to any other
     kernels     names of functions by which mixers call a kernel (mixer_kernels.py)
+    fused       those that do all of a mixer run as well, and what it mixes is not noted
     """
 
     packed: bool = False
     images: Images | None = None
     dispatched: bool = False
     kernels: Collection[str] = ()
+    fused: bool = False
 
 
 PLAIN = RunAs()
@@ -158,7 +160,7 @@ def measure(
 
     tp      1, or a degree that divides the model. The model stays as it is
     """
-    packed, images, dispatched, kernels = run_as
+    packed, images, dispatched, kernels, fused = run_as
     reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
@@ -175,6 +177,8 @@ def measure(
         live.leave_out(*run.parameters(), *run.buffers())
         recorder = _Recorder(live, reduced)
         recorder.install(run)
+        if getattr(config_of(model), "residual_in_fp32", False):  # Mamba's
+            recorder.part_from_head(run)
         ids = torch.zeros(batch, length, dtype=torch.int64)
         labels = ids.clone()
         live.leave_out(ids, labels)
@@ -187,8 +191,8 @@ def measure(
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
         replace_functions(run)
-        mixing = during(Told(shared=recorder.mix)) if mixers(run) else nullcontext()
-        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=True), mixing:
+        mixing = during(Told(shared=recorder.mix)) if mixers(run) and not fused else nullcontext()
+        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=not fused), mixing:
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
@@ -276,6 +280,16 @@ class _Recorder:
         begun = len(self._live.events)
         yield
         self._decoded |= {number for change, number in self._live.events[begun:] if change > 0}
+
+    def part_from_head(self, model: nn.Module) -> None:
+        """Give what is behind a block a copy of its hidden state.
+
+        Where that is in fp32 and the model is not, blocks keep a narrower one; the last norm alone keeps it as it is.
+        """
+        for name in self._ran.values():
+            model.get_submodule(name).register_forward_hook(
+                lambda module, args, output: map_tensors(output, lambda t: t.clone() if t.is_floating_point() else t)
+            )
 
     def _begins(self, kind: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = first_argument(args, kwargs)

@@ -29,6 +29,7 @@ from zero3d.models.mixing import (
     FUSED,
     SCANS,
     Call,
+    installed as calls_of,
     is_kernel,
     is_taken_apart,
     mixers,
@@ -82,8 +83,8 @@ def installed(model: nn.Module) -> frozenset[str]:
 def as_kernels(model: nn.Module, names: Collection[str], in_pieces: bool) -> Iterator[None]:
     """Let stand-ins of kernels run inside the block, where a model's files call one of these names.
 
-    in_pieces  fused kernels give way to their pieces, as for packed rows and adapters (models/mixing.py); a plan takes
-               pieces, which keep more, for it is of other degrees, too, where fused kernels do not run
+    in_pieces  fused kernels give way to their pieces, as for packed rows and adapters (models/mixing.py), and where
+               tp or sp share a mixer out
     """
     in_pieces = in_pieces or any(map(is_taken_apart, mixers(model).values()))
     with ExitStack() as stack:
@@ -94,6 +95,13 @@ def as_kernels(model: nn.Module, names: Collection[str], in_pieces: bool) -> Ite
                     function = getattr(held[name], "original", held[name])
                     held[name] = told_first(name, _stand_in(name, function, in_pieces))
         yield
+
+
+def runs_fused(model: nn.Module, names: Collection[str]) -> bool:
+    """Return whether a kernel of these names would do all of some mixer of a model, on rows of one document."""
+    found: list[Any] = list(mixers(model).values())
+    called = {name for mixer in found for name, _, _ in calls_of(mixer)}
+    return not called.isdisjoint({*FUSED} & {*names}) and not any(map(is_taken_apart, found))
 
 
 def _stand_in(name: str, function: Callable[..., Any], in_pieces: bool) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ from zero3d.tools.plan.search import LONG
 from zero3d.tools.plan.spec import AS_KERNELS, IN_TORCH, Instant, ModelSpec, Operations, Part
 from zero3d.tools.sim.figures import EMBEDDING, HEAD, Curve, Figures, RunAs, kinds_of, measure, reduce_model
 from zero3d.tools.sim.images import find_images, said_of
-from zero3d.tools.sim.mixer_kernels import ALL
+from zero3d.tools.sim.mixer_kernels import ALL, runs_fused
 from zero3d.tools.sim.units import PartNames, config_of, find_cuts, find_part_names, units_by_part
 from zero3d.train.setup.losses import tiles_refused
 
@@ -66,6 +66,7 @@ def trace(
     figures = _figures(model, part_names, length, spec, partial(measure, run_as=run_as))
     sent = partial(measure, run_as=run_as._replace(dispatched=True))
     apart = _figures(model, part_names, length, spec, sent) if spec.stacked else None
+    fused = _fused(model, part_names, length, run_as)
     names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
     parts = [
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
@@ -82,6 +83,9 @@ def trace(
         if apart is not None and parts[i].stacked:
             dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
             parts[i] = replace(parts[i], dispatched=dispatched)
+        if fused:
+            in_one = replace(_solved((1, fused[names[i]]), None, length), eager=eager, again=again)
+            parts[i] = replace(parts[i], operations=replace(parts[i].operations, fused=in_one))
     mixing = bool(mixing_files(model)) * (AS_KERNELS if kernels else IN_TORCH)
     provenance = ["traced", "packed" * packed, mixing, said_of(model, images)]
     return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
@@ -131,6 +135,7 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
         kv_heads=_setting(config, "num_key_value_heads") or heads,
         experts=max((w.shape[0] for unit in sum(units, ()) for w in unit.weights if w.stacked), default=0),
         chosen=_setting(config, "num_experts_per_tok"),
+        latent=_setting(config, "moe_latent_size"),
         routers=_setting(config, "output_router_logits") * sum(part.stacked > 0 for part in parts),
         provenance="outline",
         chain=part_names.chain,
@@ -265,6 +270,16 @@ def _figures(
             with suppress(RuntimeError):  # kernels refuse slices that are too thin
                 by_degree.append((tp, measured(model, part_names, length, tp)))
     return by_degree
+
+
+def _fused(model: nn.Module, part_names: PartNames, length: int, run_as: RunAs) -> dict[Any, Figures]:
+    """Return figures of tp = 1 with kernels that do all of a mixer, by part; none where a run would have none of them.
+
+    Packed rows do without, and so do experts that tokens are sent to: those figures are of mixers in pieces.
+    """
+    if run_as.packed or not runs_fused(model, run_as.kernels):
+        return {}
+    return measure(model, part_names, length, 1, run_as=run_as._replace(fused=True))
 
 
 def _operations(part: Any, figures: list[tuple[int, dict[Any, Figures]]], length: int) -> Operations:
