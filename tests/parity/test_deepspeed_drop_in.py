@@ -179,7 +179,8 @@ def test_dp_ranks_share_a_dataset_out_and_tp_ranks_have_the_same_rows(ranks):
     ({}, "needs DeepSpeed's configuration"),
     ({"config": {"zero_optimization": {"stag": 1}}}, "config: zero_optimization.stag is not a key of DeepSpeed's"),
     ({"config": {"train_batch_size": "auto", "optimizer": {"type": "AdamW"}}}, "train_batch_size is auto, and initialize"),
-    ({"config": {"train_batch_size": 1}}, "has no optimizer, and none is given"),
+    ({"config": {"train_batch_size": 1}, "model_parameters": [torch.nn.Parameter(torch.ones(1))]},
+     "has no optimizer, and none is given"),
     ({"config": DOCUMENT, "mpu": 3}, r"initialize\(mpu=...\) is not supported"),
     ({"config": DOCUMENT | {"train_batch_size": 7}}, "train.batch 7 is not micro_batch 2 x accumulate 2 x dp 1 = 4"),
 ])  # fmt: skip
@@ -192,9 +193,66 @@ def test_calls_without_a_counterpart_are_refused():
     engine = deepspeed.initialize(model=hf("llama"), config=DOCUMENT)[0]
     with pytest.raises(AttributeError, match="no 'eigenvalue_enabled' of DeepSpeed's here"):
         engine.eigenvalue_enabled()
-    with pytest.raises(ConfigError, match=r"backward\(retain_graph=True\) is not supported"):
-        engine.backward(loss_of(engine, batch(0)), retain_graph=True)
     with pytest.raises(ConfigError, match="enabled: true"):
         engine.compile()
     with pytest.raises(ConfigError, match="custom_load_fn"):
         engine.load_checkpoint("anywhere", custom_load_fn=print)
+
+
+def two_losses(stage, kept):
+    """Weights after a step of two losses of one graph: back-propagated one after the other, or their sum."""
+    tree = DOCUMENT | {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+    for step in range(2):
+        logits = engine(input_ids=batch(step, engine.engine.mesh.rank)).logits
+        one, other = logits.square().mean(), logits.sin().mean()
+        if kept:
+            engine.backward(one, retain_graph=True)
+            engine.backward(other)
+        else:
+            engine.backward(one + other)
+        engine.step()
+    with engine.engine.full_params():
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_two_losses_of_a_graph_that_is_kept_are_their_sum(ranks, stage):
+    for kept, wanted in zip(ranks(2, two_losses, stage, True), ranks(2, two_losses, stage, False), strict=True):
+        for one, other in zip(kept, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def evaluating(frozen):
+    """The loss of an engine without an optimizer at stage 3 and of its model before; what trains it is refused."""
+    model = hf("llama").requires_grad_(not frozen)
+    tree = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "_note": 1, "comms_config": {"enabled": 1}}
+    tree = tree | ({"optimizer": {"type": "AdamW"}} if frozen else {})
+    ids = batch(0)
+    wanted = loss_of(model, ids).item()
+    engine, optimizer, _, schedule = deepspeed.initialize(model=model, config=tree)
+    assert (optimizer, schedule) == (None, None)
+    found = loss_of(engine.eval(), ids)
+    for call in (lambda: engine.backward(found), engine.step):
+        with pytest.raises(ConfigError, match="of an engine without an optimizer, which evaluates only"):
+            call()
+    engine.destroy()
+    assert [p.requires_grad for p in model.parameters()] == [not frozen] * len(list(model.parameters()))
+    return found.item(), wanted
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "no optimizer"])
+def test_a_model_that_nothing_trains_gets_an_engine_for_evaluation(ranks, frozen):
+    for found, wanted in ranks(2, evaluating, frozen):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_keys_that_deepspeed_does_not_read_are_ignored_with_a_line_and_no_other(capsys):
+    tree = DOCUMENT | {"_comment": "ours", "compile": {"disable": True}, "zero_optimization": {"_why": "x", "stage": 1}}
+    engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+    assert engine.engine.stage == 1
+    assert not engine.is_compiled
+    line = "config: ignored, as by DeepSpeed: _comment, compile.disable, zero_optimization._why"
+    assert line in capsys.readouterr().out.splitlines()
+    with pytest.raises(ConfigError, match=r"config: coment is not a key of DeepSpeed's"):
+        deepspeed.initialize(model=hf("llama"), config=DOCUMENT | {"coment": "ours"})

@@ -18,6 +18,7 @@ from zero3d.tools.cli import compare, plan_explain, simulate, train as verb
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.preflight import check_key
 from zero3d.train.lock import FolderLock
+from zero3d.train.setup.left_out import load_filled
 from zero3d.train.setup.packages import is_installed
 
 DEMO = load(verb.config_source(None, [])[1])
@@ -47,9 +48,9 @@ def test_without_a_file_and_a_model_a_run_is_the_demo_with_what_is_overridden(tm
 ])  # fmt: skip
 def test_a_model_of_ones_own_starts_from_the_defaults(path, name):
     actual, config = read("data.train=a.txt", f"model.path={path}", "seed=3")
-    assert config == load(None, ["data.train=a.txt", f"model.path={path}", "seed=3"])
+    assert config == load_filled(None, ["data.train=a.txt", f"model.path={path}", "seed=3"]).config
     assert (config.data.tokenizer, config.optimizer.lr, config.train.steps, config.data.length) == (
-        None,
+        "bytes" if path in ("gpt2", "my.model:build") else None,  # a folder brings its own
         3e-4,
         None,
         1024,
@@ -60,7 +61,7 @@ def test_a_model_of_ones_own_starts_from_the_defaults(path, name):
 def test_the_last_model_counts_and_a_file_is_its_own_base(tmp_path):
     assert read("model.path=gpt2", "model.path=demo")[1] == DEMO
     (tmp_path / "mine.yaml").write_text("seed: 4")
-    assert read(str(tmp_path / "mine.yaml"), "model.path=demo") == ("mine", load(None, ["seed=4"]))
+    assert read(str(tmp_path / "mine.yaml"), "model.path=demo") == ("mine", load_filled(None, ["seed=4"]).config)
 
 
 def test_all_verbs_have_the_same_base(tmp_path, monkeypatch, capsys):
@@ -70,7 +71,9 @@ def test_all_verbs_have_the_same_base(tmp_path, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(simulate, "check_ranks", lambda _: seen.append("stop") or 1 / 0)
     for module, call in ((simulate, simulate.run), (plan_explain, lambda words: plan_explain.run(words, words.words))):
-        monkeypatch.setattr(module, "load", lambda source, words: seen.append(load(source, words)) or 1 / 0)
+        monkeypatch.setattr(
+            module, "load_filled", lambda source, words: seen.append(load_filled(source, words).config) or 1 / 0
+        )
         for words in (["seed=3"], ["model.path=gpt2"]):
             with pytest.raises(ZeroDivisionError):
                 call(argparse.Namespace(words=words, ranks=None, rl=None))
@@ -85,7 +88,7 @@ def test_every_run_of_a_comparison_has_its_own_base(tmp_path, monkeypatch):
         plan = compare.read(argparse.Namespace(words=["model.path=demo,gpt2"], ranks=2), lock)
     words = [[*plan.common, *variant.words] for variant in plan.variants]
     assert seen == [read(*item)[1] for item in words]
-    assert [config.data.tokenizer for config in seen] == ["bytes", None]
+    assert [config.data.length for config in seen] == [128, 1024]
 
 
 # --- refused before a worker starts ---------------------------------------------------------------
@@ -132,11 +135,10 @@ REFUSED = {
     "values of no module": (["evaluate.function=no_module:f"], "evaluate.function 'no_module:f' cannot be imported from"),
     "a class of no module": (["callbacks=no_module:C"], "No module named 'no_module'"),
     "data of no module": (["data.train=no_module:rows"], "data.train 'no_module:rows' cannot be imported from"),
-    "no tokenizer of a preset": (["model.path=gpt2", "data.train=file.txt"], "the data are text, and the model brings no tokenizer: set data.tokenizer"),
     "no tokenizer in the model": (["model.path=bare", "model.init=random", "data.train=file.txt", "data.length=8"], "bare holds no tokenizer that can be loaded (it has no tokenizer.json"),
     "a tokenizer's folder without one": (["data.tokenizer=used"], "used holds no tokenizer that can be loaded"),
     "sequences longer than a preset's positions": (["data.length=1024"], "data.length=1,024 is more than the model's 512 positions"),
-    "sequences longer than a config's": (["model.path=bare", "model.init=random", "data.tokenizer=bytes", "data.train=file.txt"], "the model's 16 positions: set data.length=16"),
+    "sequences longer than a config's": (["model.path=bare", "model.init=random", "data.tokenizer=bytes", "data.train=file.txt", "data.length=32"], "the model's 16 positions: set data.length=16"),
     "chats without a template": (["data.tokenizer=bytes", "data.train=chats.jsonl"], "the tokenizer bytes has no chat template: take a chat model"),
     "chats for a folder without a template": (["data.tokenizer=plain", "data.train=chats.jsonl"], "the tokenizer plain has no chat template"),
     "an optimizer of another name": (["optimizer.name=lion"], "optimizer.name takes adamw, muon or adamw8bit; found the text 'lion'"),

@@ -146,8 +146,14 @@ class Data:
         most=0.5,
     )
     format: str = key("auto", "what the files are", bits=FACTS["data"], choices=FORMATS)
-    tokenizer: str | None = key(None, "a tokenizer's folder, or bytes; by default the model's own", bits=FACTS["data"])
-    length: int = key(1024, "tokens per sequence", bits=FACTS["data"], least=2)
+    tokenizer: str | None = key(
+        None,
+        "a tokenizer's folder, or bytes; by default the model's own, or bytes where the model is no folder",
+        bits=FACTS["data"],
+    )
+    length: int = key(
+        1024, "tokens per sequence; where it is not given, at most the model's positions", bits=FACTS["data"], least=2
+    )
     packing: bool | str = key(
         True,
         "put several documents into one sequence, where they do not see each other; best_fit: without cutting a "

@@ -21,6 +21,7 @@ from zero3d.reading import Unreadable, read_object
 
 CONFIG = "config.json"
 HEADS = ("num_attention_heads", "num_key_value_heads")  # of a config
+POSITIONS = ("max_position_embeddings", "n_positions")  # by both names of transformers
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 SHOWN, FILES, EXAMPLES = 5, 3, 3  # names in a message: of all files, of files of weights, of presets
@@ -77,7 +78,8 @@ def config_json(file: Path) -> dict[str, Any]:
 
 def named_positions(model: Model) -> int | None:
     """Return the longest sequence that a config.json or a preset names; None where it names none."""
-    number = text_config(model).get("max_position_embeddings")
+    known = text_config(model)
+    number = next((known[name] for name in POSITIONS if name in known), None)
     return number if isinstance(number, int) else None
 
 

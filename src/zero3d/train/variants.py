@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from zero3d.config import Config, load
+from zero3d.config import Config
 from zero3d.config.keys import KEYS, takes_list
 from zero3d.errors import ConfigError
+from zero3d.train.setup.left_out import load_filled
 
 MOST = 32  # runs one after another are days
 COMMA = re.compile(r",(?![^\[]*\])")  # outside brackets
@@ -109,7 +110,7 @@ def check_variants(
     configs: list[Config] = []
     for variant in runs:
         words = [*common, *variant.words]
-        config = load(source(words), words)
+        config = load_filled(source(words), words).config
         if config in configs:
             twin = runs[configs.index(config)]
             raise ConfigError(f"{twin.label} and {variant.label} are the same run: leave one of them out.")

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zero3d.config import explain, load, schema, split_words, to_dict, to_yaml
+from zero3d.config import explain, schema, split_words, to_dict, to_yaml
 from zero3d.config.describe import key_schema
 from zero3d.config.keys import KEYS
 from zero3d.tools.cli.train import config_source
+from zero3d.train.setup.left_out import load_filled
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(arguments.key), indent=2) if arguments.json else text)
     else:
         file, overrides = split_words(arguments.words)
-        config = load(config_source(file, overrides)[1], overrides)
+        config = load_filled(config_source(file, overrides)[1], overrides).config
         print(json.dumps(to_dict(config), indent=2) if arguments.json else to_yaml(config, mark=True), end="")
         print(end="\n" if arguments.json else "")
     return 0

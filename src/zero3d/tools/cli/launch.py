@@ -21,11 +21,12 @@ from pathlib import Path
 
 import yaml
 
-from zero3d.config import Config, degrees_of, load, split_words
+from zero3d.config import Config, degrees_of, split_words
 from zero3d.distributed.degrees import least_ranks
 from zero3d.errors import ConfigError, MeshError, short
 from zero3d.spec.mesh import Mesh
 from zero3d.tools.cli.preflight import check_world
+from zero3d.train.setup.left_out import load_filled
 
 GPUS = 8  # per node, unless said otherwise
 PORT = 29500  # of torchrun's rendezvous
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, overrides = split_words(arguments.words)
     if config is None:
         raise ConfigError(f"CONFIG is missing: type zero3d launch {target} CONFIG, the YAML file of the run.")
-    loaded = load(config, overrides)
+    loaded = load_filled(config, overrides).config
     job = Job(config, tuple(overrides), *sizes(loaded.mesh, arguments.nodes, arguments.gpus_per_node))
     check(job, loaded)
     text = TARGETS[target](job)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from zero3d.config import Config, load, split_words
+from zero3d.config import Config, split_words
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.spec.offload import AUTO
@@ -29,6 +29,7 @@ from zero3d.tools.plan.search import Row, resized, tp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.tools.plan.weights import weights_note, with_weights
 from zero3d.tools.plan.what_if import what_if
+from zero3d.train.setup.left_out import load_filled
 
 OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead
     "params": "model.path=MODEL",
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if path is None and not overrides:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
     rollout = Rollout.of(arguments.rl) if arguments.rl else None
-    config = load(config_source(path, overrides)[1], overrides)
+    config = load_filled(config_source(path, overrides)[1], overrides).config
     _refuse_search(arguments)
     asked, price = number(arguments.tokens, "--tokens"), price_of(arguments)
     if arguments.quantize:

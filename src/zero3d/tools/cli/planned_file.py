@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero3d.config import Config, Lora, load
+from zero3d.config import Config, Lora
 from zero3d.config.read import read_tree
 from zero3d.errors import ConfigError
 from zero3d.spec.mesh import Mesh
@@ -22,6 +22,7 @@ from zero3d.spec.offload import Offload
 from zero3d.spec.zero import Zero
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.plan.spec import ModelSpec
+from zero3d.train.setup.left_out import load_filled
 
 ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
@@ -40,7 +41,7 @@ class RunFile(NamedTuple):
         """Read a MODEL that is the file of a run; None for any other. Raises ConfigError."""
         if words is None or not words.endswith(ENDINGS) or not Path(words).is_file():
             return None
-        config = load(words)
+        config = load_filled(words).config
         if config.precision != "bf16":
             raise ConfigError(
                 f"{words}: plans are searched in bf16, and precision is {config.precision}: zero3d plan explain "

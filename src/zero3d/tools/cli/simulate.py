@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero3d.config import load, split_words
+from zero3d.config import split_words
 from zero3d.errors import ConfigError
 from zero3d.spec.text import columns, count, size
 from zero3d.tools.cli.preflight import check_transformers
@@ -18,6 +18,7 @@ from zero3d.tools.cli.progress import STOPPED, ProgressLine, say, time_left
 from zero3d.tools.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.tools.cli.worker import quiet_environment
 from zero3d.tools.cli.workers import ranks_here
+from zero3d.train.setup.left_out import load_filled
 
 if TYPE_CHECKING:
     from zero3d.tools.sim.result import Instant, RankResult, Simulation
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, then print."""
     quiet_environment()
     file, overrides = split_words(arguments.words)
-    config = load(config_source(file, overrides)[1], overrides)
+    config = load_filled(config_source(file, overrides)[1], overrides).config
     check_ranks(arguments.ranks)
     check_transformers(config.model)
     quiet_libraries()

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from zero3d.config import Config, fitting_ranks, load, split_words
+from zero3d.config import Config, fitting_ranks, given_keys, split_words
 from zero3d.config.sections import GIVEN
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import check_model_path
@@ -34,9 +34,10 @@ from zero3d.tools.cli.preflight import (
 )
 from zero3d.tools.cli.rank_environment import join_environment, narrowed
 from zero3d.tools.cli.spare_ranks import release, stand_by
-from zero3d.tools.cli.worker import as_worker, end_with, quiet_environment, report_output
+from zero3d.tools.cli.worker import LAUNCHED, as_worker, end_with, quiet_environment, report_output
 from zero3d.tools.cli.workers import ranks_here
 from zero3d.train.lock import FolderLock
+from zero3d.train.setup.left_out import fill_in, load_filled
 from zero3d.train.setup.packages import check_packages, urls_of
 from zero3d.train.start import Start, check_start
 
@@ -91,6 +92,21 @@ def run(arguments: argparse.Namespace) -> int:
     if started is not None and ranks is not None:
         return join(arguments, name, config, started, ranks)
     start = Start(name, arguments.resume, arguments.overwrite, planner=RunPlanner())
+    ranks = check_before(config, start, arguments.ranks)
+    say_filled(arguments)
+    print(starting(ranks, os.cpu_count() or 1), file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0
+    return run_job(Job(words, config, start, ranks, restarts, devices_here(config, restarts)))
+
+
+def say_filled(arguments: argparse.Namespace) -> None:
+    """Print what the model has decided of the configuration, once nothing is refused."""
+    for line in arguments.filled:
+        print(line, file=sys.stderr)
+
+
+def check_before(config: Config, start: Start, ranks: int | None) -> int:
+    """Check what can be before ranks are started, and return how many there will be. Raises Zero3dError."""
     check_start(config, start, alone=True)
     check_paths(config)
     check_packages(config)
@@ -99,17 +115,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_tp(config)
     check_attention(config)
     trackers = config.log.trackers
-    if "wandb" in trackers and arguments.resume is None:  # else perhaps no step is left to log
+    if "wandb" in trackers and start.resume is None:  # else perhaps no step is left to log
         check_key(trackers["wandb"])
     if "mlflow" in trackers:
         check_store(trackers["mlflow"])
-    ranks = arguments.ranks
     if ranks is None:  # counting devices imports torch, which takes seconds: after all that needs none
         ranks = ranks_here(config.mesh)
     check_world(config, ranks)
-    print(starting(ranks, os.cpu_count() or 1), file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0
-    return run_job(Job(words, config, start, ranks, restarts, devices_here(config, restarts)))
+    return ranks
 
 
 def starting(ranks: int, cores: int) -> str:
@@ -126,6 +139,8 @@ def join(arguments: argparse.Namespace, name: str, config: Config, started: int,
     os.environ.update(narrowed(os.environ, ranks))
 
     def action() -> None:
+        if os.environ["RANK"] == "0" and LAUNCHED not in os.environ:
+            say_filled(arguments)
         work(arguments, name, config)
         if started > ranks and os.environ["RANK"] == "0":
             release()
@@ -137,6 +152,7 @@ def read(arguments: argparse.Namespace, told: bool = False) -> tuple[str, Config
     """Return the run's name and its configuration: the demo's where no file is given. Raises ConfigError.
 
     told  print what was made of a JSON of DeepSpeed's
+    `arguments.filled` are lines about keys that were left out and that the model decides.
     """
     file, overrides = split_words(arguments.words)
     overrides += [
@@ -144,9 +160,10 @@ def read(arguments: argparse.Namespace, told: bool = False) -> tuple[str, Config
     ]
     name, source = config_source(file, overrides)
     if arguments.deepspeed is None:
-        config = load(source, overrides)
+        config, filled = load_filled(source, overrides)
         if config.plan.links != GIVEN:
-            config = load(source, overrides + _over_links(arguments, config, told))
+            config, filled = load_filled(source, overrides + _over_links(arguments, config, told))
+        arguments.filled = filled
         return name, config
     from zero3d.ways.deepspeed.merge import load_merged
     from zero3d.ways.deepspeed.report import lines
@@ -157,6 +174,7 @@ def read(arguments: argparse.Namespace, told: bool = False) -> tuple[str, Config
         planned = {"train.micro_batch": _planned(config, arguments.ranks)}
         config, made = load_merged(Path(arguments.deepspeed), own, overrides, below, planned)
         arguments.words += [f"{key}={value}" for key, value in planned.items()]  # for the workers
+    config, arguments.filled = fill_in(config, given_keys(made.tree))
     if told:
         print("\n".join(lines(made)), file=sys.stderr)
     return name, config

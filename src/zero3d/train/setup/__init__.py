@@ -1,6 +1,7 @@
 """A configuration becomes an engine and data.
 
 build.py         the engine of a configuration; `zero3d.from_config`
+left_out.py      keys that a file leaves out and the model decides: data.length, data.tokenizer
 inputs.py        mesh, model without weights, data and batches, checked on all ranks before anything large is allocated
 vision.py        the processor of a model that takes images
 attention.py     the implementation of attention, by name or by what is installed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from zero3d import spec
 from zero3d.activations import prepare_blocks
-from zero3d.config import Config, load, offload_of, resolve_batch, to_dict, zero_of
+from zero3d.config import Config, given_keys, load, offload_of, resolve_batch, to_dict, zero_of
 from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
@@ -22,6 +22,7 @@ from zero3d.models.trained import open_trained
 from zero3d.precision import LossScaling, Precision
 from zero3d.train.setup.attention import check_kernel, with_attention
 from zero3d.train.setup.inputs import open_inputs, open_mesh
+from zero3d.train.setup.left_out import fill_in
 from zero3d.train.setup.losses import choose_loss, own_loss
 from zero3d.train.setup.optimizer import optimizer_of, parameter_groups
 from zero3d.train.setup.recurrences import choose_mixers, with_mixers
@@ -101,18 +102,21 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
     Raises ConfigError, DataError, MeshError.
     """
     tree = to_dict(load(source))
+    given = {*given_keys(source), *given_keys(overrides)}
     for name, value in overrides.items():
         tree[name] = {**tree[name], **value} if isinstance(value, Mapping) and name in tree else value
     train = overrides.get("train", {})
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if train.get(one) is not None and other not in train:
             tree["train"][other] = None  # the override displaces the file's length, which may be in the other unit
-    config = load(tree)
+    config, lines = fill_in(load(tree), given)
     if config.train.steps is None:
         inputs = open_inputs(config)
+        _say(lines, inputs.mesh)
         with naming_text_part(config):
             return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     mesh = open_mesh(config)
+    _say(lines, mesh)
     batch = resolve_batch(config.train, mesh.dp, mesh.sp)
     check_kernel(config.model.attn)
     opened = with_attention(config, open_trained(config), mesh.device)
@@ -123,3 +127,9 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
 def with_output(config: Config, output: Path) -> Config:
     """Return the configuration as it is written into its folder."""
     return replace(config, output=str(output))
+
+
+def _say(lines: Sequence[str], mesh: Mesh) -> None:
+    """Print on rank 0 what the model has decided."""
+    for line in lines if mesh.rank == 0 else ():
+        print(line)

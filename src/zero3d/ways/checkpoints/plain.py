@@ -33,6 +33,11 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 STEP = "step"
+_OF_TRAINER = (
+    " A Trainer's first group has weight decay, and its second none: decay = "
+    "Trainer.get_decay_parameter_names(None, model); AdamW([{'params': [p for n, p in model.named_parameters() if n in "
+    "decay]}, {'params': [p for n, p in model.named_parameters() if n not in decay], 'weight_decay': 0.0}])."
+)
 
 
 class Live(NamedTuple):
@@ -119,7 +124,7 @@ def _add_states(foreign: Foreign, path: Path, live: Live) -> None:
     if counts != wanted:
         raise CheckpointError(
             f"{path} has groups of {counts} parameters, and this optimizer has {wanted}: build the optimizer it was "
-            "saved with."
+            f"saved with.{_OF_TRAINER if len(counts) == 2 and [sum(counts)] == wanted else ''}"
         )
     named = [
         (name, states[key])

@@ -17,7 +17,9 @@ questions    what the engine says of itself
 batches      train_batch and eval_batch
 checkpoints  checkpoints, and weights alone; client_state: what a program keeps in one
 utils, zero  its modules of these names: fp32 parameters, gradients and states; GatheredParameters
-runtime      its package of this name, without modules
+runtime      its package of this name; memory_usage: runtime.utils
+accelerator  get_accelerator(), which is torch.accelerator by its names
+ops          its package of this name; adam: ops.adam, whose classes are torch's
 optimizers   the optimizer of a JSON for a program; lion: one of them
 owners       which engine a parameter belongs to
 """
@@ -43,6 +45,7 @@ __version__ = "0.19.8"
 _PLACES = {
     **dict.fromkeys(("initialize", "init_distributed", "add_config_arguments"), "drop_in"),
     "DeepSpeedEngine": "engine",
+    "get_accelerator": "accelerator",
 }
 
 
@@ -52,7 +55,7 @@ _refused = refusing("deepspeed")
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    if name in ("utils", "zero", "runtime"):
+    if name in ("utils", "zero", "runtime", "accelerator", "ops"):
         return import_module(f"{__name__}.{name}")
     if name in ALIASES:
         return import_module(ALIASES[name])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from zero3d.config.hints import nearest
 from zero3d.errors import ConfigError, short
 from zero3d.reading import Unreadable, read_text
-from zero3d.ways.deepspeed.keys import DOTTED, IDLE, OPAQUE, OPTIMIZER, PARAM, REFUSED, SECTIONS, ZERO
+from zero3d.ways.deepspeed.keys import COMMENT, DOTTED, IDLE, IGNORED, OPAQUE, OPTIMIZER, PARAM, REFUSED, SECTIONS, ZERO
 
 AUTO = "auto"
 OF_PROGRAMS = {"optimizer.params.adam_w_mode"}  # which `initialize` takes, and nothing else
@@ -78,6 +78,11 @@ class Document(NamedTuple):
     values: dict[str, Any]
     idle: dict[str, Any]
 
+    @property
+    def ignored(self) -> list[str]:
+        """Return the keys that DeepSpeed does not read either."""
+        return [key for key in self.idle if key not in IDLE or key in IGNORED]
+
 
 def read_document(path: Path, program: bool = False) -> Document:
     """Read a file; program: for `initialize`. Raises ConfigError, one for all keys that are unknown or refused."""
@@ -123,8 +128,8 @@ def document_of(tree: Any, name: str, program: bool = False) -> Document:
     refused = REFUSED.keys() - (OF_PROGRAMS if program else set())
     problems += [why for key, value in flat.items() if key in refused and (why := _refusal(flat, key, value))]
     raise_all(name, problems)
-    idle = {key: value for key, value in flat.items() if key in IDLE}
-    values = {key: value for key, value in flat.items() if key not in IDLE and key not in refused}
+    idle = {key: value for key, value in flat.items() if key in IDLE or _is_comment(key)}
+    values = {key: value for key, value in flat.items() if key not in idle and key not in refused}
     return Document(name, values, idle)
 
 
@@ -163,9 +168,9 @@ def _flatten(tree: Mapping[str, Any], above: str, flat: dict[str, Any]) -> Itera
     """Fill `flat`; yield what is wrong with a key."""
     for key, value in tree.items():
         name = f"{above}{key if isinstance(key, str) else shown(key)}"
-        if "." in name.removeprefix(above):
+        if "." in name.removeprefix(above) and not str(key).startswith(COMMENT):
             yield _unknown(name)
-        elif name in OPAQUE or (name in DOTTED and name not in SECTIONS):
+        elif _is_comment(name) or name in OPAQUE or (name in DOTTED and name not in SECTIONS):
             flat[name] = value
         elif name not in SECTIONS:
             yield _unknown(name)
@@ -173,6 +178,11 @@ def _flatten(tree: Mapping[str, Any], above: str, flat: dict[str, Any]) -> Itera
             yield from _flatten(value, f"{name}.", flat)
         elif value not in (None, False):
             yield f"{name} is a section, and has {shown(value)}."
+
+
+def _is_comment(name: str) -> bool:
+    """Return whether a key begins with an underscore, as notes in a JSON do."""
+    return any(part.startswith(COMMENT) for part in name.split("."))
 
 
 def _unknown(name: str) -> str:

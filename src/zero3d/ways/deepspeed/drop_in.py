@@ -64,7 +64,8 @@ def initialize(
     lr_scheduler      an object or a callable; the JSON's wins over it, as there
     config            a path, or the JSON as a mapping, by its old name config_params. "auto" is refused here
     args              may have `deepspeed_config`
-    Raises ConfigError, also for options of DeepSpeed's that are not here.
+    Without trained parameters, or without an optimizer and model_parameters, the engine evaluates only, and its
+    optimizer is None. Raises ConfigError, also for options of DeepSpeed's that are not here.
     """
     if model is None:
         raise ConfigError("initialize() needs a model: pass model=MODULE.")
@@ -84,10 +85,21 @@ def initialize(
     engine = DeepSpeedEngine(
         settings, document, model, _optimizer(settings, document, model, optimizer, model_parameters), given
     )
-    engine.set_lr_scheduler(lr_scheduler)
+    if engine.optimizer is not None:
+        engine.set_lr_scheduler(lr_scheduler)
+    for line in _said(document, engine):
+        print(line)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _said(document: Document, engine: DeepSpeedEngine) -> list[str]:
+    """Return rank 0's lines about keys that are ignored, and about an engine that trains nothing."""
+    lines = [f"{document.name}: ignored, as by DeepSpeed: {', '.join(document.ignored)}"] if document.ignored else []
+    if engine.optimizer is None:
+        lines.append("initialize() without an optimizer or parameters to train: the engine evaluates only")
+    return lines if dist.get_rank() == 0 else []
 
 
 def init_distributed(dist_backend: str | None = None, *others: Any, **named: Any) -> None:
@@ -135,9 +147,16 @@ def _settings(document: Document, translation: Translation) -> Config:
 def _optimizer(
     settings: Config, document: Document, model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None
 ) -> Any:
-    """Return the caller's optimizer, or the JSON's on these parameters."""
+    """Return the caller's optimizer, or the JSON's on these parameters; None of a model that evaluates only.
+
+    That is one without a trained parameter, and one to which nobody gives an optimizer or parameters to train.
+    """
     if optimizer is not None:
         return optimizer
+    if not any(p.requires_grad for p in model.parameters()):
+        return None
     if "optimizer.type" not in document.values:
+        if parameters is None or not list(parameters):
+            return None
         raise ConfigError(f"{document.name} has no optimizer, and none is given: add one, or pass optimizer=OPTIMIZER.")
     return optimizer_for(settings, document, model, parameters)

@@ -49,6 +49,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
         self._settings = settings
         self._batch = resolve_batch(settings.train, mesh.dp, mesh.sp)
         self.is_compiled = settings.train.compile
+        self._frozen = [] if optimizer is not None else _freeze(model)
         self.engine = Engine(
             model,
             mesh=mesh,
@@ -58,7 +59,8 @@ class DeepSpeedEngine(Batches, Checkpoints):
             **engine_options(settings),
         )
         register(self.engine)
-        self.module, self.optimizer = self.engine.module, self.engine.optimizer.torch
+        self.module = self.engine.module
+        self.optimizer: Any = None if optimizer is None else self.engine.optimizer.torch
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.micro_steps = self.skipped_steps = self._loaded_steps = 0
@@ -78,17 +80,20 @@ class DeepSpeedEngine(Batches, Checkpoints):
         """Back-propagate a micro-batch's loss, divided by the accumulation steps, and return what was back-propagated.
 
         scale_wrt_gas  False: the loss is not divided, so gradients of micro-batches are added up
-        Over ranks gradients are averaged. Raises ConfigError for retain_graph=True and a loss of several numbers.
+        Over ranks gradients are averaged. Several losses of a micro-batch are added up; with retain_graph=True what a
+        later one needs of the graph is kept. Raises ConfigError for a loss of several numbers, and where the engine
+        evaluates only.
         """
-        if retain_graph:
-            raise ConfigError("backward(retain_graph=True) is not supported: add the losses up and call backward once.")
+        self._refuse_evaluating("backward()")
         if loss.numel() != 1:
             raise ConfigError(
                 f"backward needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean()."
             )
         scaled = at_least_fp32(loss) / self._batch.accumulate if scale_wrt_gas else loss
         last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
-        self.engine.backward_sum(scaled, float(last), last)  # weight 1 per rank and step: a mean over ranks
+        weight = float(last and not self.engine.accumulation.reached)  # 1 per rank and step: a mean over ranks
+        kept: Any = {"run": lambda total: total.backward(retain_graph=True)} if retain_graph else {}
+        self.engine.backward_sum(scaled, weight, last, **kept)
         return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -96,6 +101,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
 
         Raises ConfigError inside no_sync(), and where the boundary's backward was inside it.
         """
+        self._refuse_evaluating("step()")
         if self._in_no_sync:
             raise ConfigError("step() inside no_sync(), where gradients are not reduced: leave the block first.")
         if lr_kwargs:
@@ -186,6 +192,15 @@ class DeepSpeedEngine(Batches, Checkpoints):
         """Give the module back, whole and trainable, and let go of everything else. Nothing else may follow."""
         forget(self.engine)
         self.engine.close()
+        for p, required in self._frozen:
+            p.requires_grad_(required)
+
+    def _refuse_evaluating(self, call: str) -> None:
+        if self.optimizer is None:
+            raise ConfigError(
+                f"{call} of an engine without an optimizer, which evaluates only: give initialize() model_parameters "
+                "and name an optimizer in the JSON, or pass optimizer=OPTIMIZER."
+            )
 
     # --- what may be changed between steps ------------------------------------------------------
 
@@ -234,3 +249,14 @@ class DeepSpeedEngine(Batches, Checkpoints):
         raise AttributeError(
             f"the engine has no {name!r} of DeepSpeed's here; `engine.engine` is zero3d's, `engine.module` the model."
         )
+
+
+def _freeze(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    """Freeze a model that is for evaluation; return which parameters required a gradient.
+
+    An engine is of something to train: the smallest parameter, whose states cost least. No step is ever taken.
+    """
+    before = [(p, p.requires_grad) for p in model.parameters()]
+    model.requires_grad_(False)
+    min((p for p, _ in before if p.is_floating_point()), key=torch.Tensor.numel).requires_grad_(True)
+    return before

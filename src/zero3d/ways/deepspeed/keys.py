@@ -85,6 +85,10 @@ pin_memory buffer_count buffer_size pipeline pipeline_read pipeline_write fast_i
 max_in_cpu
 """
 
+IGNORED = ("compile.disable", "comms_config")  # keys of files in use that DeepSpeed does not read
+COMMENT = "_"  # with which keys begin that nobody reads
+IGNORED_THERE = "DeepSpeed does not read it either"
+
 IDLE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys((f"{ZERO}.{key}" for key in _PARTS.split()), PARTS),
@@ -154,6 +158,7 @@ IDLE: Mapping[str, str] = MappingProxyType(
         "tensor_parallel.dtype": "the precision is set for the whole run",
         "tensor_parallel.tp_overlap_comm": UNITS,
         "compile.backend": "train.compile always uses inductor",
+        **dict.fromkeys(IGNORED, IGNORED_THERE),
     }
 )
 
@@ -234,6 +239,7 @@ OPAQUE = frozenset(  # sections whose inner keys are looked at by nobody: withou
         "aio",
         "activation_checkpointing",
         "comms_logger",
+        "comms_config",
         "flops_profiler",
         "timers",
         "monitor_config",

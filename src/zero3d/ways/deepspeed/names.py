@@ -15,7 +15,10 @@ from typing import Any, NoReturn
 
 from zero3d.errors import ConfigError
 
-ALIASES: Mapping[str, str] = MappingProxyType({"comm": "torch.distributed"})  # modules
+OURS = "zero3d.ways.deepspeed"
+ALIASES: Mapping[str, str] = MappingProxyType(  # modules
+    {"comm": "torch.distributed", "ops.adam": f"{OURS}.adam", "runtime.utils": f"{OURS}.memory_usage"}
+)
 _NAMES = {  # what to use: the names; NAME.* is a module of DeepSpeed's with all that is in it
     "use engine.generate, or engine.export and an inference server": (
         "init_inference default_inference_config InferenceEngine inference.*"
@@ -23,11 +26,14 @@ _NAMES = {  # what to use: the names; NAME.* is a module of DeepSpeed's with all
     "write tensor_parallel: {autotp_size: N} in the JSON": "tp_model_init set_autotp_mode module_inject.*",
     "use zero3d.Engine(mesh=zero3d.Mesh(pp=N)), which cuts a plain model": "PipelineModule pipe.* runtime.pipe.*",
     "use torch.device('meta') and zero3d.Engine(weights=...), or build the model on the CPU": "OnDevice utils.OnDevice",
-    "use torch.accelerator": "get_accelerator accelerator.*",
     "use engine.generate, which trains and generates with one engine": "DeepSpeedHybridEngine",
     "use the model's own layers, with model.attn=sdpa": "DeepSpeedTransformerLayer",
     "use logging on the rank with torch.distributed.get_rank() == 0": "log_dist utils.log_dist",
-    "use torch.optim.AdamW(params, fused=True), or name the optimizer in the JSON": "ops.*",
+    "use torch.optim, or name the optimizer in the JSON": (
+        "ops.lion.* ops.lamb.* ops.adagrad.* ops.muon.* ops.op_builder.*"
+    ),
+    "use model.attn=sdpa, and torch's own operations": "ops.transformer.* ops.sparse_attention.* ops.fp_quantizer.*",
+    "use offload in the JSON, whose files the engine reads and writes": "ops.aio.* ops.gds.*",
     "use a Hugging Face model with experts and zero3d.Engine(mesh=zero3d.Mesh(ep=N))": "moe.*",
     "use zero3d.activations.recompute(model) before initialize()": "checkpointing.* runtime.activation_checkpointing.*",
     "write sequence_parallel_size: N in the JSON": "sequence.* engine.get_sequence_parallel_group",
@@ -64,12 +70,9 @@ _NAMES = {  # what to use: the names; NAME.* is a module of DeepSpeed's with all
     "leave it out; zero3d.Engine(units=...) sets what is gathered together": (
         "utils.set_z3_leaf_modules utils.unset_z3_leaf_modules utils.get_z3_leaf_modules"
     ),
-    "use logging.getLogger('zero3d')": "utils.logger",
     "use torch.cuda.nvtx.range": "utils.instrument_w_nvtx",
     "use zero3d.Mesh, whose axes have the process groups": "utils.groups.*",
     "use zero3d ckpt export, which writes a folder for from_pretrained": "utils.zero_to_fp32.*",
-    "build the model on the CPU of every rank, or use zero3d.models.open.open_model and "
-    "zero3d.Engine(weights=...), with which each rank reads only its own shard": "zero.Init",
     "leave it out: shared parameters are detected": (
         "zero.register_external_parameter zero.unregister_external_parameter"
     ),
@@ -81,7 +84,7 @@ _NAMES = {  # what to use: the names; NAME.* is a module of DeepSpeed's with all
     "use deepspeed.DeepSpeedConfigError, and the JSON": "runtime.config.*",
     "write fp16 in the JSON": "runtime.fp16.*",
     "write bf16 in the JSON": "runtime.bf16_optimizer.*",
-    "use torch.cuda.memory_stats, and gradient_clipping in the JSON": "runtime.utils.*",
+    "use torch's own": "runtime.utils.clip_grad_norm_ runtime.utils.get_global_norm runtime.utils.partition_balanced",
     "use engine.deepspeed_io, and utils.RepeatingLoader": "runtime.dataloader.*",
 }
 INSTEAD: Mapping[str, str] = MappingProxyType({name: line for line, names in _NAMES.items() for name in names.split()})

@@ -10,7 +10,7 @@ import yaml
 from zero3d.config.keys import KEYS
 from zero3d.errors import short
 from zero3d.spec.text import columns
-from zero3d.ways.deepspeed.keys import IDLE, MAPPED, REFUSED
+from zero3d.ways.deepspeed.keys import IDLE, IGNORED_THERE, MAPPED, REFUSED
 from zero3d.ways.deepspeed.merge import DEFAULT, PLANNED, THEIRS, YOURS, Merged, Row
 
 FROM_RUN = {"total_num_steps": "train.steps", "warmup_num_steps": "schedule.warmup", "warmup_max_lr": "optimizer.lr"}
@@ -44,7 +44,7 @@ def as_yaml(made: Merged) -> Iterator[str]:
         yield ""
         yield "# Without effect here:"
     for key, value in made.document.idle.items():
-        yield f"#   {key}: {short(json.dumps(value))} - {IDLE[key]}"
+        yield f"#   {key}: {short(json.dumps(value))} - {IDLE.get(key, IGNORED_THERE)}"
 
 
 def as_markdown() -> str:

@@ -6,6 +6,7 @@ DeepSpeed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from zero3d.ways.deepspeed.names import refusing
 from zero3d.ways.deepspeed.owners import Owned, engine_of
 
 __path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
+logger = logging.getLogger("zero3d")
 
 
 @torch.no_grad()

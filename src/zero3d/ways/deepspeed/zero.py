@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,28 @@ from zero3d.ways.deepspeed.names import refusing
 from zero3d.ways.deepspeed.owners import engine_of
 
 __path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
+
+
+class Init:
+    """Does nothing, and says so once: a model that is built inside is whole until `initialize` shares it out."""
+
+    told = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if not Init.told:
+            warnings.warn(
+                "deepspeed.zero.Init does nothing: the model is built whole on each rank, and initialize() keeps a "
+                "shard. Of one that has no room so build it on torch.device('meta') and pass "
+                "zero3d.Engine(weights=...).",
+                stacklevel=2,
+            )
+        Init.told = True
+
+    def __enter__(self) -> None:
+        """Begin nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """End nothing."""
 
 
 @contextmanager

@@ -9,6 +9,7 @@ Gradients are added up over a window and averaged over ranks, as with Distribute
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,16 +21,23 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import parse_choice_from_env, parse_flag_from_env, patch_environment
+from accelerate.utils import RNG_STATE_NAME, parse_choice_from_env, parse_flag_from_env, patch_environment
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
+from zero3d.distributed.agreement import agree
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
+from zero3d.engine.whole_parameters import is_open
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.nested import map_tensors
 from zero3d.spec.offload import Offload
+from zero3d.ways.checkpoints.plain import schedule_in
+from zero3d.ways.huggingface.accelerate.compiled import is_compiled, uncompiled
 from zero3d.ways.huggingface.accelerate.keywords import check_keywords
+from zero3d.ways.huggingface.accelerate.local_sgd import leave_alike, no_sync_of
+from zero3d.ways.huggingface.accelerate.meeting import WAITS, Meeting
 from zero3d.ways.huggingface.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
 from zero3d.ways.huggingface.accelerate.others import Order, go_on, reader_of, take_rates
 from zero3d.ways.huggingface.accelerate.world import alike, check_parts, must_say_cpu, refuse_other_world, shards
@@ -65,6 +73,7 @@ def states_in(folder: Path) -> Path | None:
     return folder / STATES if (folder / STATES).is_dir() else None
 
 
+_NUMBERS = itertools.count()  # of engines whose ranks meet, counted alike on all ranks
 TAKE_BACK = "zero3d_take_back"  # an attribute of modules in an Accelerator's engine: a function that closes it
 
 
@@ -120,6 +129,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.engine: Engine | None = None
         self._order = Order([])
         self._built: tuple[Engine, Mesh | None] | None = None  # the last engine, and the mesh that was made for it
+        self._meeting: Meeting | None = None  # of ranks that have parts of one model's weights
+        self._left_out: list[nn.Parameter] = []  # frozen for that engine: its optimizer has not got them
+        self._compiled: Mapping[str, Any] | None = None  # how the model that comes next was compiled
 
     @property
     def mixed_precision(self) -> str:
@@ -142,14 +154,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models = [one for one in objects if isinstance(one, nn.Module)]
         optimizers = [one for one in objects if isinstance(one, Optimizer)]
         if models and optimizers:
+            objects = self._uncompiled(objects)
+            models = [one for one in objects if isinstance(one, nn.Module)]
             if len(models) != 1 or len(optimizers) != 1:
                 raise ConfigError(
                     f"prepare() was given {len(models)} models and {len(optimizers)} optimizers: pass one model with "
                     "its optimizer, and models that are not trained in a call of their own."
                 )
             prepared = self._prepared(models[0], optimizers[0])
+            self._compiled = None  # of a model whose engine is there already
             objects = tuple(prepared if one is optimizers[0] else one for one in objects)
         return super().prepare(*objects, device_placement=device_placement)
+
+    def _uncompiled(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the objects, compiled models as they were before; the engine will compile their blocks."""
+        found = [one for one in objects if is_compiled(one)]
+        for one in found:
+            module, self._compiled = uncompiled(one)
+            if self.is_main_process:
+                print(
+                    f"zero3d: torch.compile({type(module).__name__}) before prepare(): the engine compiles its blocks, "
+                    "and prepare() returns the model without a graph around it"
+                )
+        return tuple(uncompiled(one)[0] if is_compiled(one) else one for one in objects)
 
     def _prepared(self, model: nn.Module, optimizer: Optimizer) -> EngineOptimizer:
         """Return the optimizer of a new engine, or that of the model's engine."""
@@ -214,20 +241,42 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _build(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         take_back(model)  # from an engine whose training is over, or has failed
         self._order = Order.of(model, optimizer)
+        left_out = self._freeze_rest(model, optimizer)
         options: dict[str, Any] = {"precision": self._precision_of(model), **self._compile(), **self._options}
         mesh = None if "mesh" in options else Mesh(sp=self._alike, shard=self._shards, device=self.device)
         options.setdefault("mesh", mesh)
         leaves = Offload.of(options.get("offload")).params != "none"
         stage = 2 if self._stage == 3 and options["mesh"].dp == 1 and not leaves else self._stage
-        engine = Engine(model, stage=stage, optimizer=optimizer, clip_norm=None, **options)
+        try:
+            engine = Engine(model, stage=stage, optimizer=optimizer, clip_norm=None, **options)
+        except BaseException:
+            _train_again(left_out)
+            raise
+        self._left_out = left_out
         self._built = engine, mesh
         self._lend(model, engine, mesh)
         if self.is_main_process:
             print("\n".join([introduced(engine), *engine.notes]))
         return engine
 
+    def _freeze_rest(self, model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Freeze what no group of the optimizer has, which it would never change; return these parameters."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        rest = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+        if rest and self.is_main_process:
+            print(
+                f"zero3d: {len(rest)} parameters are not in the optimizer, first {rest[0][0]!r}: they stay as they "
+                "are, and have no gradient that a norm could count"
+            )
+        for _, p in rest:
+            p.requires_grad_(False)
+        return [p for _, p in rest]
+
     def _compile(self) -> dict[str, Any]:
         """Return what torch_compile or dynamo_backend mean for an engine: its blocks are compiled, one by one."""
+        compiled, self._compiled = self._compiled, None
+        if compiled is not None:
+            return {"compile": dict(compiled) or True}
         plugin = self.state.dynamo_plugin
         if str(plugin.backend.value).lower() == "no":
             return {}
@@ -240,6 +289,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with engine.full_params():
                 return type(model).load_state_dict(model, *args, **options)
 
+        engine.put("no_sync", no_sync_of(self.is_main_process))
+        self._meeting = None
+        if engine.stage == 3 and engine.mesh.world > 1 and engine.has_whole_model:
+            self._meeting = Meeting(_get_default_store(), f"{next(_NUMBERS)}", engine.mesh.rank, engine.mesh.world)
+            if hasattr(model, "save_pretrained"):
+                engine.put("save_pretrained", partial(_save_pretrained, engine, self._meeting, model))
         engine.put(TAKE_BACK, partial(self._close, engine, mesh), everywhere=True)
         engine.put("load_state_dict", load_state_dict)
         alone = engine.dp.size == 1 or (engine.stage < 3 and engine.sequence is None)
@@ -279,6 +334,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 if isinstance(one, EngineOptimizer) and one.engine is engine:
                     one.reads.end()
             engine.close()
+            _train_again(self._left_out)
+            self._left_out, self._meeting = [], None
             models: list[Any] = self._models  # type: ignore[has-type]
             optimizers: list[Any] = self._optimizers
             self._models = [one for one in models if one is not module]
@@ -389,10 +446,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # --- states ---------------------------------------------------------------------------------
 
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks are here."""
+        if self._meeting is not None:
+            self._meeting.post(WAITS)
+        super().wait_for_everyone()
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the weights of a model, on rank 0 in the host's memory and {} elsewhere; all ranks call it."""
+        """Return the weights of a model, on rank 0 in the host's memory and {} elsewhere; all ranks call it.
+
+        Raises ConfigError at stage 3 where a rank waits for everyone instead.
+        """
         if self.engine is None or model is not self.engine.module:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        if self._meeting is not None:
+            self._meeting.expect("get_state_dict")
         return self.engine.whole_state_dict()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
@@ -420,11 +488,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         others = self.go_on_from_others(Path(input_dir))
         if not others:
             load_engine(self.engine, Path(input_dir))
+        if others and not any(Path(input_dir).glob(f"{RNG_STATE_NAME}_*")):  # a Trainer's
+            self._load_schedule(Path(input_dir))
+            return None
         with self._without_engine(self._load_model_state_pre_hook):
             result = super().load_state(input_dir, *args, **options)
         for scheduler in self._schedulers if others else ():
             take_rates(self.engine, scheduler.scheduler)
         return result
+
+    def _load_schedule(self, folder: Path) -> None:
+        """Load the state of a Trainer's schedule, and have the optimizer at its rates."""
+        assert self.engine is not None
+        state = schedule_in(folder)
+        for scheduler in self._schedulers[:1]:
+            if state is not None:
+                scheduler.load_state_dict(state)
+            take_rates(self.engine, scheduler.scheduler)
 
     def go_on_from_others(self, folder: Path, adapters: str | None = None) -> bool:
         """Load masters and states of a folder that was written without zero3d; return whether it is one.
@@ -479,6 +559,33 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             given[:] = [one for one in left if one is not whole]
 
 
+def _save_pretrained(
+    engine: Engine, meeting: Meeting, model: Any, folder: Any, *given: Any, state_dict: Any = None, **options: Any
+) -> None:
+    """Write a model's folder on rank 0 from weights that all ranks gather; all ranks call it.
+
+    With a state_dict, and inside full_params() or after unshard(), any rank may call it alone. Raises ConfigError where
+    a rank waits for everyone instead, and on all ranks what the writing raises.
+    """
+    if state_dict is not None or all(map(is_open, engine.units)):
+        type(model).save_pretrained(model, folder, *given, state_dict=state_dict, **options)
+        return
+    meeting.expect("save_pretrained")
+    weights = engine.whole_state_dict()
+
+    def write() -> None:
+        if engine.mesh.rank == 0:
+            type(model).save_pretrained(model, folder, *given, state_dict=weights, **options)
+
+    agree(engine.world.patient, write)
+
+
+def _train_again(parameters: list[nn.Parameter]) -> None:
+    """Have parameters that were frozen for an engine require gradients, as they came."""
+    for p in parameters:
+        p.requires_grad_(True)
+
+
 def introduced(engine: Engine) -> str:
     """Return a line with the ZeRO stage, the number of ranks and the bytes of model states on this rank."""
     world, states = engine.mesh.world, sum(entry.measured for entry in engine.memory if entry.planned is not None)
@@ -527,3 +634,6 @@ def take_back(model: nn.Module) -> None:
     """Close the engines that Accelerators have made for a model or parts of it. Raises ConfigError, OutOfBudget."""
     for module in list(model.modules()):
         vars(module).get(TAKE_BACK, lambda: None)()
+
+
+leave_alike(lambda accelerator: isinstance(accelerator, Accelerator) and accelerator.engine is not None)
