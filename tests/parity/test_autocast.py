@@ -128,6 +128,33 @@ def test_masters_are_shown_in_the_one_autocast_and_a_closed_model_is_as_it_was()
     assert not torch.is_autocast_enabled("cpu")
 
 
+NORMS = {
+    "layer": lambda: nn.LayerNorm(4),
+    "layer without weights": lambda: nn.LayerNorm(4, elementwise_affine=False),
+    "layer without bias": lambda: nn.LayerNorm(4, bias=False),
+    "group": lambda: nn.GroupNorm(2, 4),
+    "batch": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "instance": lambda: nn.InstanceNorm1d(4, affine=True),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_with_weights_in_16_bits_takes_an_input_in_fp32(kind):
+    torch.manual_seed(0)
+    x, norm = torch.randn(3, 4, 4), NORMS[kind]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = norm(x)
+    for p in norm.parameters():
+        p.data = p.data.bfloat16()
+    compute_in_autocast({0: norm}, 0, "cpu", torch.bfloat16)
+    found = norm(x)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, wanted, atol=2e-2)
+    for p in norm.parameters():
+        (grad,) = torch.autograd.grad(norm(x).sum(), [p])
+        assert grad.dtype == torch.bfloat16
+
+
 # --- beside what else changes a forward ---------------------------------------------------------------
 
 
@@ -223,6 +250,16 @@ def test_a_chunk_of_a_pipeline_that_hands_fp32_on_says_so():
         ConfigError, match=r"chunk 0 of the pipeline hands on torch\.float32 where stages send torch\.bfloat16"
     ):
         chunk(torch.ones(1, 2, 8))
+
+
+@pytest.mark.long
+def test_experts_of_other_ranks_have_the_losses_of_one_rank_to_rounding(ranks, alone):
+    (one, _), found = (
+        alone(partial(run, name="moe", rows=2)),
+        ranks(2, partial(run, name="moe", degrees={"ep": 2}, rows=2)),
+    )
+    for losses, _ in found:
+        assert losses == pytest.approx(one, rel=5e-3)
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ NORMALISES: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor, Tensor | Non
     nn.LayerNorm: lambda norm, x, weight, bias: F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps),
     nn.GroupNorm: lambda norm, x, weight, bias: F.group_norm(x, norm.num_groups, weight, bias, norm.eps),
 }
-AS_NARROW = (nn.modules.batchnorm._BatchNorm, nn.Bilinear)  # an autocast of fp32 weights gives them 16-bit inputs, too
+AS_NARROW = (nn.modules.batchnorm._NormBase, nn.Bilinear)  # an autocast of fp32 weights gives them 16-bit inputs, too
 
 
 def compute_in_autocast(chunks: Mapping[int, nn.Module], last: int, kind: str, dtype: torch.dtype) -> None:
