@@ -116,6 +116,7 @@ CHANGES = [
     Change("stage", 1, says="reduce"),
     Change("precision", "bf16"),
     Change("precision", Precision("fp16", LossScaling(window=2)), "fp16", says="loss_scale"),
+    Change("autocast", True, "bf16"),
     Change("reduce_dtype", "bf16", "bf16", says="wire"),
     Change("optimizer", adamw(lr=5e-2), says="lr", keeps=True),
     Change("optimizer", adamw(betas=(0.5, 0.6)), says="betas", keeps=True),

@@ -79,6 +79,7 @@ EXCUSED = {
 KEYS = [
     Key("seed", 1),
     Key("precision", "bf16"),
+    Key("autocast", True, "bf16"),
     Key("activations", "full", keeps=True),
     Key("freeze", ["*.embed_tokens"]),
     Key("model.path", "other"),

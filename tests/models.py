@@ -50,6 +50,43 @@ def net(**options):
     return Net(**options)
 
 
+class PostNorm(nn.Module):
+    """A block whose norm comes last, as the first Transformers had it: what it hands on is in fp32 under autocast."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+class Waves(nn.Module):
+    """Positions as waves in fp32, which the forward makes, in front of blocks; it fails where weights alone are in 16 bits."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.width = width
+        self.embed = nn.Embedding(61, width)
+        self.layers = nn.ModuleList(PostNorm(width) for _ in range(2))
+        self.grouped = nn.GroupNorm(4, width)
+        self.head = nn.Linear(width, 61)
+
+    def forward(self, ids):
+        rates = torch.exp(-torch.arange(self.width // 2, dtype=torch.float32))
+        angles = torch.arange(ids.shape[1], dtype=torch.float32)[:, None] * rates
+        x = self.embed(ids) + torch.cat([angles.sin(), angles.cos()], -1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.grouped(x.transpose(1, 2)).transpose(1, 2))
+
+
+def waves():
+    torch.manual_seed(3)
+    return Waves()
+
+
 def hf(name, inner=48, vocab=VOCAB):
     """A tiny Hugging Face model: llama, qwen3 (tied), qwen3_moe (fused experts) or gpt2 (tied, dropout off).
 

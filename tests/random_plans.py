@@ -60,6 +60,7 @@ DRAWN = {  # by keyword of a plan: how often, and from what, where it is not the
     "schedule": (OFTEN, ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")),
     "virtual": (SELDOM, (2,)),
     "precision": (OFTEN, ("fp32", "bf16", "fp16", "fp64")),
+    "autocast": (SELDOM, (True,)),
     "reduce_dtype": (SELDOM, ("bf16", "fp16", "fp64")),
     "release": (OFTEN, ("every_use", "every_step")),
     "reduce": (OFTEN, ("every_micro_batch", "every_step")),

@@ -80,15 +80,15 @@ def traced_once():
     def settings_of(module):
         return {k: v for k, v in vars(module).items() if isinstance(v, (str, bool, int, float)) and k != "name_or_path"}
 
-    def known(model, length, name, packed, kernels=()):
+    def known(model, length, name, packed, kernels=(), autocast=None):
         config = getattr(model, "config", None)
         described = {**config.to_dict(), "attention": config._attn_implementation} if config is not None else {}
         described.pop("_name_or_path", None)
         modules = [(place, type(module), settings_of(module)) for place, module in model.named_modules()]
         parameters = [(place, p.shape, p.dtype, p.requires_grad) for place, p in model.named_parameters()]
-        key = str((described, modules, parameters, length, packed))
+        key = str((described, modules, parameters, length, packed, autocast))
         if key not in TRACED:
-            TRACED[key] = trace(model, length, name, packed)
+            TRACED[key] = trace(model, length, name, packed, autocast=autocast)
         return replace(TRACED[key], name=name)
 
     return mock.patch("zero3d.tools.advice.planned_run.trace", known)

@@ -94,6 +94,12 @@ def at_least_fp32(loss: Tensor) -> Tensor:
     return loss if loss.dtype.itemsize >= 4 else loss.float()
 
 
+def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the parts of a product in the dtype in which autocast, which is on, computes it."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
 def to_compute(master: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Cast masters to compute weights; the one cast used everywhere.
 

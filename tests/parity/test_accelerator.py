@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import hf
+from models import batch as token_ids, hf, waves
 from pool import RankFailure
 from tensors import assert_near
 from trainers import Rows, Seen, launched
@@ -595,3 +595,61 @@ def newest(folder):
 
 def test_a_load_without_a_folder_takes_the_last_save(ranks, tmp_path):
     assert ranks(1, newest, tmp_path) == [True]
+
+
+def mixed(kind, stage=None, handlers=(), **options):
+    """Losses of one's own of a model that makes fp32 tensors, and dtypes outside of the model."""
+    import accelerate
+
+    from zero3d.ways.huggingface.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        keywords = {"cpu": True, "mixed_precision": "bf16", "kwargs_handlers": list(handlers)}
+        ours = {} if kind == "plain" else {"stage": stage, "options": options}
+        accelerator = (accelerate.Accelerator if kind == "plain" else Accelerator)(**keywords, **ours)
+        model = waves()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE))
+        losses, dtypes, one = [], [], torch.ones(2, 2)
+        for step in range(4):
+            ids = token_ids(step, accelerator.process_index)
+            logits = model(ids)
+            with accelerator.autocast():
+                product = one @ one
+                with accelerator.autocast(accelerate.utils.AutocastKwargs(enabled=False)):
+                    dtypes = [logits.dtype, product.dtype, (one @ one).dtype]
+                loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, dtypes
+
+
+def test_mixed_precision_is_accelerates_in_the_model_and_around_it(ranks):
+    plain = ranks(2, mixed, "plain")
+    for (losses, dtypes), (wanted, of_accelerate) in zip(ranks(2, mixed, "ours", 3), plain, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-2)
+        assert dtypes == of_accelerate == [torch.float32, torch.bfloat16, torch.float32]
+
+
+def without_autocast(handler):
+    import accelerate
+
+    from zero3d.ways.huggingface.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        said = {"kwargs_handlers": [accelerate.utils.AutocastKwargs(enabled=False)]} if handler else {}
+        chosen = {} if handler else {"options": {"autocast": False}}
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", stage=2, **said, **chosen)
+        model = hf("llama")
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        with accelerator.autocast():
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return model(input_ids=token_ids(0)).logits.dtype, product.dtype
+
+
+@pytest.mark.parametrize("handler", [True, False])
+def test_autocast_is_off_where_a_handler_or_an_option_says_so(handler):
+    assert without_autocast(handler) == (torch.bfloat16, torch.float32)

@@ -32,6 +32,12 @@ def test_two_ranks_have_the_same_bits_at_every_stage_and_with_states_off_the_dev
     assert all(each == found[0] for each in (*found, away))
 
 
+def test_in_autocast_too(ranks):
+    one, other = ranks(2, partial(trained, autocast=True), (1, 3))[0]
+    assert one == other
+    assert one[0][-1] < one[0][0]
+
+
 def in_fp8(made):
     with torchao():
         return told(made)

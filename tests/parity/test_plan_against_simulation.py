@@ -17,7 +17,7 @@ from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.memory import memory
 from zero3d.tools.plan.relief import device_bytes, reliefs
 from zero3d.tools.plan.search import Row, Target, search
-from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.spec import Forward, ParallelPlan
 from zero3d.tools.plan.states import states
 from zero3d.tools.plan.traffic import busiest_traffic, rank_traffic
 from zero3d.tools.sim.model_spec import open_spec
@@ -35,14 +35,16 @@ ADAPTERS = {"rank": 8, "targets": ["all-linear"]}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """(path, spec) by (tied, packed, layers, format of a base beside adapters), made when asked for."""
+    """(path, spec) by (tied, packed, layers, format of a base beside adapters, autocast), made when asked for."""
 
     @cache
-    def get(tied, packed=False, layers=4, quantize=None):
+    def get(tied, packed=False, layers=4, quantize=None, autocast=False):
         path = tmp_path_factory.mktemp("model") / "config.json"
         path.write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied, "num_hidden_layers": layers}))
         lora = Lora(8, targets=("all-linear",)) if quantize else None
-        return str(path), open_spec(str(path), LENGTH, Model(quantize=quantize), lora=lora, packed=packed)
+        return str(path), open_spec(
+            str(path), LENGTH, Model(quantize=quantize), lora=lora, packed=packed, forward=Forward(True, autocast)
+        )
 
     return get
 
@@ -70,7 +72,8 @@ def simulated(alone, path, plan, stage, packed=False, whole=False, length=LENGTH
             "tiled_loss": plan.tiled_loss,
         },
         "mesh": mesh | ({"schedule": plan.schedule} if plan.pp > 1 else {}),
-        "zero": asdict(plan.zero), "offload": asdict(plan.offload), "precision": plan.precision, "activations": plan.activations,
+        "zero": asdict(plan.zero), "offload": asdict(plan.offload), "precision": plan.precision, "autocast": plan.autocast,
+        "activations": plan.activations,
     })  # fmt: skip
     found = alone(dry, to_dict(config), stage * plan.dp * plan.tp, plan.world, whole)
     if isinstance(found, ConfigError):
@@ -85,7 +88,7 @@ def layers_of(plan):
 
 def ratio(alone, models, plan, tied=False, packed=False, layers=None):
     """Planned over simulated bytes of the stage that the planner calls the fullest."""
-    path, spec = models(tied, packed, layers=layers or layers_of(plan), quantize=plan.quantize)
+    path, spec = models(tied, packed, layers=layers or layers_of(plan), quantize=plan.quantize, autocast=plan.autocast)
     if plan.offload.executor == "auto" and plan.offload.optimizer != "none":
         plan = plan.replace(executor="device")
     found = memory(spec, plan)
@@ -127,6 +130,8 @@ P = ParallelPlan
 
 @pytest.mark.parametrize(("plan", "tied", "packed", "layers"), [
     *(pytest.param(*case, marks=long) for case in [
+        (P(dp=2, stage=3, autocast=True), False, False, 2), (P(dp=2, stage=2, autocast=True, activations="full"), True, False, 4),
+        (P(dp=1, tp=2, stage=1, autocast=True), False, False, 4),
         (P(dp=4, stage=0), False, False, 2), (P(dp=2, tp=2, stage=3, activations="every:2", sequence_parallel=True), False, False, 3),
         (P(dp=2, pp=2, stage=3, accumulate=2, schedule="zero-bubble"), False, False, 4),
         *((P(dp=2, pp=2, stage=3, accumulate=2, schedule=schedule, activations="full"), False, False, 4)

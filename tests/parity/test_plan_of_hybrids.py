@@ -9,7 +9,7 @@ from hybrids import HYBRIDS
 from zero3d.config import load, to_dict
 from zero3d.errors import ConfigError
 from zero3d.tools.plan.memory import memory
-from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.spec import Forward, ParallelPlan
 from zero3d.tools.plan.traffic import busiest_traffic
 from zero3d.tools.sim.model_spec import open_spec
 
@@ -43,7 +43,7 @@ def compared(alone, tmp_path, name, plan, backend, packed=False):
     kind = {"one group": "nemotron_h"}.get(name, name)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": kind} | SIZES | MODELS[name]))
-    spec = open_spec(str(path), LENGTH, packed=packed, kernels=backend == "nccl")
+    spec = open_spec(str(path), LENGTH, packed=packed, forward=Forward(backend == "nccl"))
     config = load({
         "model": {"path": str(path), "init": "random"}, "data": {"length": LENGTH, "packing": packed},
         "train": {"steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.rows,

@@ -77,6 +77,7 @@ def trained(opened, recomputed="none", **options):
 @pytest.mark.parametrize(("name", "stage", "lora", "options"), [
     ("nf4", 3, {"dora": True}, {}), ("int8", 3, {"dropout": 0.1}, {}), ("fp8", 2, {}, {}),
     ("nf4", 3, {"train_also": ["model.norm"]}, {"recomputed": "full"}), ("nf4", 3, {}, {"offload": "cpu"}),
+    ("nf4", 3, {}, {"autocast": True, "recomputed": "full"}),
     *(pytest.param(name, stage, {}, {}, marks=pytest.mark.long) for name in FORMATS for stage in range(4)),
 ])  # fmt: skip
 def test_losses_are_those_of_adapters_on_the_decoded_base(folder, name, stage, lora, options):

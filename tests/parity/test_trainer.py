@@ -419,6 +419,40 @@ def test_bf16_has_masters_and_stays_close_to_autocast(ranks, tmp_path):
     assert after == pytest.approx(found[-1], rel=5e-3)
 
 
+def logits_in(kind, folder, given):
+    """Dtypes of the logits that a trainer's loss has, in training and in an evaluation."""
+    import transformers
+
+    from zero3d.ways.huggingface.transformers import Trainer
+
+    seen = []
+
+    class Noting(transformers.Trainer if kind == "plain" else Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+            seen.append(outputs.logits.dtype)
+            return (loss, outputs) if return_outputs else loss
+
+    with launched():
+        args = arguments(folder, bf16=True, max_steps=1)
+        trainer = Noting(hf("llama"), args, train_dataset=Rows(8), eval_dataset=Rows(8), **given)
+        trainer.train()
+        trainer.evaluate()
+    return set(seen)
+
+
+@pytest.mark.parametrize(("given", "dtypes"), [
+    ({"stage": 2}, {torch.float32}),
+    ({"stage": 2, "options": {"autocast": False}}, {torch.bfloat16}),
+])  # fmt: skip
+def test_bf16_computes_in_autocast_as_a_plain_trainer_unless_options_say_otherwise(alone, tmp_path, given, dtypes):
+    assert alone(logits_in, "ours", tmp_path, given) == dtypes
+
+
+def test_logits_of_a_plain_trainer_in_bf16_are_fp32_which_those_of_ours_are(alone, tmp_path):
+    assert alone(logits_in, "plain", tmp_path, {}) == {torch.float32}
+
+
 def test_weights_of_an_engine_are_not_cast_for_an_evaluation_in_fp16(ranks, tmp_path):
     ((_, found), after, dtype), *_ = ranks(2, half, 3, tmp_path, "fp16_full_eval")
     assert dtype == torch.float32

@@ -77,6 +77,7 @@ def plain(value):
 @pytest.mark.parametrize("overrides", [
     ["zero.stage=3", "model.path=one_block"],
     *(pytest.param(words, marks=pytest.mark.long) for words in (
+        ["zero.stage=3", "autocast=true"], ["zero.stage=2", "autocast=true", "activations=full", "train.tiled_loss=true"],
         ["zero.stage=3"], ["zero.stage=0"], ["zero.stage=3", "zero.exact=true"], ["zero.stage=1", "zero.exact=true"],
         ["zero.stage=3", "zero.exact=true", "mesh.pp=2"], ["zero.stage=1", "precision=fp32"], ["zero.stage=2", "activations=full"],
         ["zero.stage=1", "zero.master=split"], ["zero.stage=3", "zero.master=split"],

@@ -141,6 +141,8 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "offload.gradient_dtype=bf16 does not work with optimizer.name=muon", "type offload.gradient_dtype=fp32."),
     (Spec(offload=Offload("auto", fraction=0.5)),
      "offload.fraction=0.5 does not work with offload.optimizer=auto", "leave offload.fraction=0.5 out, or type offload.optimizer=host."),
+    (Spec(precision="fp32", autocast=True),
+     "autocast=true computes matrix products in 16 bits", "type precision=bf16, or autocast=false."),
 ]  # fmt: skip
 OF_FILES = [  # not where a folder is named, nor where the key's own bounds refuse first
     row for row in TABLE
@@ -193,6 +195,7 @@ def file_of(spec):
     }
     return tree | {
         "precision": spec.precision,
+        "autocast": spec.autocast,
         "activations": spec.activations or "full",
         "optimizer": {"name": spec.optimizer or "adamw"},
         "train": {"ema": spec.ema, "accumulate": spec.accumulate},
@@ -245,7 +248,7 @@ def test_an_engine_is_refused_in_these_words_as_keywords(spec, begins, _):
     of_mesh = {key: value for key, value in asdict(spec.mesh).items() if key not in Degrees._fields}
     of_zero = {keyword_of("zero", key): value for key, value in asdict(spec.zero).items()}
     keywords = of_zero | of_mesh | {"precision": spec.precision, "ema": spec.ema, "replay": spec.replay}
-    keywords["linear"] = spec.linear
+    keywords |= {"linear": spec.linear, "autocast": spec.autocast}
     with pytest.raises(ConfigError) as refused:
         zero3d.Engine(build("net"), offload=spec.offload, **keywords)
     assert str(refused.value) == told(spec, as_keyword)
@@ -280,7 +283,7 @@ def test_a_choice_that_is_none_is_named_with_those_that_are():
 
 def test_what_a_rule_names_is_a_setting():
     known = {f"{name}.{field.name}" for name, kind in (("zero", Zero), ("offload", Offload), ("mesh", Mesh))
-             for field in fields(kind)} | {"precision", "train.accumulate", "train.ema", "health.replay", "optimizer.name", "model.linear", "model.quantize"}  # fmt: skip
+             for field in fields(kind)} | {"precision", "autocast", "train.accumulate", "train.ema", "health.replay", "optimizer.name", "model.linear", "model.quantize"}  # fmt: skip
     assert {rule.key for rule in RULES} <= known
 
 

@@ -215,6 +215,7 @@ def spec_of(config: Config) -> Spec:
         offload=offload,
         mesh=mesh,
         precision=config.precision,
+        autocast=config.autocast,
         activations=config.activations,
         optimizer=config.optimizer.name,
         accumulate=config.train.accumulate or 1,

@@ -1,6 +1,6 @@
 """The frozen dataclasses, one per section of the YAML file.
 
-    output, seed, precision, activations      of the whole run
+    output, seed, precision, autocast, ...    of the whole run
     model    lora    data    train            what is trained, on what, how long
     optimizer    schedule    loss_scale       the update
     health                                    what becomes of steps that are not finite, and of silence
@@ -515,6 +515,12 @@ class Config:
     seed: int = key(0, "seed of data order, dropout and random weights", bits=FACTS["data"], least=0, most=2**32 - 1)
     precision: str = key(
         "bf16", "dtype in which the model computes; masters are fp32", bits=FACTS["precision"], choices=PRECISIONS
+    )
+    autocast: bool = key(
+        False,
+        "run the forward in torch's autocast: matrix products in `precision`, which is bf16 or fp16, and what torch "
+        "keeps wide in fp32, as Accelerate and Lightning do for mixed precision; the model's outputs are fp32",
+        bits="what autocast keeps in fp32 is rounded otherwise",
     )
     activations: str = key(
         "none",

@@ -15,6 +15,7 @@ tower_calls.py       how often a vision tower runs in a forward, on all ranks al
 feature.py           what a run may have beside training itself: a method for each moment that may concern it
 features.py          the features of an engine, one row each
 summation.py         the order of sums: by ranks, or exact
+autocast.py          a forward in torch's autocast: what goes in, and what comes out
 execution.py         the way through the model: direct, or through pipeline stages
 step.py              when a step is due, and what follows from it
 statistics.py        a feature: running statistics of normalisation layers, alike on all ranks

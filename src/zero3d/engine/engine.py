@@ -31,6 +31,7 @@ from zero3d.checkpoint.slots import Note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry, frozen_entry, notes_memory
 from zero3d.engine.assembly import assemble
+from zero3d.engine.autocast import given_in
 from zero3d.engine.averages import Averages
 from zero3d.engine.checkpoints import Checkpoints, open_saves
 from zero3d.engine.checks import bind_scheduler, check_step
@@ -153,6 +154,7 @@ class Engine:
         stage: int = 3,
         mesh: Mesh | None = None,
         precision: str | Precision = "bf16",
+        autocast: bool = False,
         reduce_dtype: str = "fp32",
         optimizer: Callable[..., Optimizer] | Optimizer | None = None,
         scheduler: Any = None,
@@ -415,8 +417,9 @@ class Engine:
         by name. Any other model has these three.
         """
         ids = input_ids.to(self.mesh.device)
-        dtype = self._parts.precision.dtype  # as a forward's hooks cast, which come behind the tower here
-        options = map_tensors(options, lambda t: t.to(self.mesh.device, dtype if t.is_floating_point() else t.dtype))
+        cast = given_in(self._parts.options.autocast, self._parts.precision.dtype)
+        options = map_tensors(options, lambda t: t.to(self.mesh.device))
+        options = map_tensors(options, lambda t: cast(t) if t.is_floating_point() else t)  # by hooks it is too late
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
         execution = self._parts.execution
         with (

@@ -68,6 +68,13 @@ class Options:
     precision: str | Precision = field(
         default="bf16", metadata=means('"fp32", "bf16", "fp16", "fp64", or a `zero3d.precision.Precision`')
     )
+    autocast: bool = field(
+        default=False,
+        metadata=means(
+            "run the forward in torch's autocast of `precision`, bf16 or fp16: inputs in fp32 stay so, code may make "
+            "fp32 tensors inside the model, and its outputs are fp32. Weights and masters are those of training without"
+        ),
+    )
     optimizer: Callable[..., Optimizer] | Optimizer | None = field(
         default=None,
         metadata=means(
@@ -171,6 +178,7 @@ class Options:
             self.offload,
             asked,
             precision.name,
+            self.autocast,
             optimizer=row.name if isinstance(row, OptimizerRow) else None,
             accumulate=self.accumulate,
             ema=self.ema,

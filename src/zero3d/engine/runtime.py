@@ -14,6 +14,7 @@ from zero3d.blueprint.blueprint import Blueprint
 from zero3d.blueprint.units import in_order_of_use
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
+from zero3d.engine.autocast import given_in
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.slots import Slots
 from zero3d.engine.tiers import open_tiers
@@ -166,12 +167,11 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
             first.register_post_accumulate_grad_hook(_backward_announcer(base.mesh.heartbeat, unit))
     whole, hooks = not (pipelined and base.schedule.splits_backward), []
     blanks: BlankImages | None = None
+    cast = given_in(base.options.autocast, precision.dtype)
     for root in chunks.values():
         inner = set(root.modules())
         of_root = {module: needed for module, needed in used.items() if module in inner}
-        hooks.append(
-            Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype), pipelined, whole)
-        )
+        hooks.append(Hooks(root, of_root, gathers, reductions, accumulation, cast, pipelined, whole))
         if (saved := hooks[-1].saved) is not None:
             for recorder in recorders_of(root):
                 recorder.revive = saved.revive

@@ -127,7 +127,7 @@ def _values(options: Options, mesh: Mesh, clip_norm: float | None) -> dict[str, 
         values["experts"] = USUAL["experts"]
     rate = float(options.expert_bias_rate)
     norm = None if clip_norm is None else float(clip_norm)  # 1 is 1.0
-    values |= {"clip_norm": norm, "linear": options.linear, "expert_bias_rate": rate}
+    values |= {"clip_norm": norm, "autocast": options.autocast, "linear": options.linear, "expert_bias_rate": rate}
     return {name: as_noted(value) for name, value in values.items()}
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +19,12 @@ from torch import Tensor, nn
 from zero3d.checkpoint.background import Saves
 from zero3d.distributed.agreement import agree
 from zero3d.engine.auto_offload import room_of
+from zero3d.engine.autocast import in_autocast, out_of_autocast
 from zero3d.engine.parts import Parts
 from zero3d.errors import ConfigError, LayoutError, OutOfBudget
 from zero3d.precision import torch_dtype
 from zero3d.spec.sizes import decimal
 from zero3d.zero.unit import Unit
-
-BEFORE = "_zero3d_before_autocast"  # the attribute with a module's forward before
 
 
 class Unsharded:
@@ -167,42 +164,20 @@ class Unsharded:
         return shown + max(layout.total for layout in layouts) * master.itemsize if shown else 0
 
     def _show_masters(self) -> None:
-        """Have open parameters show their masters; the model's own forward then runs in autocast."""
+        """Have open parameters show their masters; the model's forward then runs in autocast, if it did not before."""
         dtypes, parts = self._shown_dtypes(), self._parts
         if not dtypes:
             return
         parts.whole_parameters.show_masters(self._units, dtypes)
         for root, hooks in zip(parts.partition.chunks.values(), parts.hooks, strict=True):
-            in_autocast(root, parts.mesh.device.type, parts.precision.dtype)
+            if not parts.options.autocast:
+                in_autocast(root, parts.mesh.device.type, parts.precision.dtype)
             hooks.shows_masters = True
 
     def _hide_masters(self) -> None:
         """Let forwards compute in the dtype of weights again."""
         self._shows_masters = False
         for root, hooks in zip(self._parts.partition.chunks.values(), self._parts.hooks, strict=True):
-            out_of_autocast(root)
+            if not self._parts.options.autocast:
+                out_of_autocast(root)
             hooks.shows_masters = False
-
-
-def in_autocast(module: nn.Module, kind: str, dtype: torch.dtype) -> None:
-    """Run a module's forward in autocast until `out_of_autocast`."""
-    forward, own = module.forward, vars(module).get("forward")
-
-    @wraps(forward)
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(kind, dtype=dtype):
-            return forward(*args, **kwargs)
-
-    vars(module)["forward"] = cast
-    vars(module)[BEFORE] = cast, own
-
-
-def out_of_autocast(module: nn.Module) -> None:
-    """Undo `in_autocast`, if it was done and nobody has replaced the forward since."""
-    cast, own = vars(module).pop(BEFORE, (None, None))
-    if cast is None or vars(module).get("forward") is not cast:
-        return
-    if own is None:
-        del vars(module)["forward"]
-    else:
-        vars(module)["forward"] = own

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
 from zero3d.models.tiles import RowTile, check_ids, rows_of, tiles_of
-from zero3d.precision import at_least_fp32
+from zero3d.precision import as_autocast, at_least_fp32
 
 IGNORED = -100  # transformers' label of a position that is no target
 NOT_HERE = -1  # in the place of a target's row: another rank has it
@@ -262,6 +262,11 @@ def find_head(model: Any) -> tuple[str, nn.Linear]:
 
 def head_numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> Tensor:
     """Return [2, tokens]: the logsumexp of each token's logits by these rows of a head, and its target's logit."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):  # the backward, which makes logits again, is in none
+        hidden, weight, bias = as_autocast(hidden, weight, bias)
+        with torch.autocast(kind, enabled=False):
+            return head_numbers(hidden, weight, bias, targets)
     numbers: Tensor = _HeadNumbers.apply(hidden, weight, bias, targets, weight.shape[1])  # type: ignore[no-untyped-call]
     return numbers
 

@@ -397,6 +397,12 @@ RULES = (
         "{offload.fraction} does not work with {offload.optimizer}, which chooses the fraction itself: leave "
         "{offload.fraction} out, or type {offload.optimizer=host}.",
     ),
+    Rule(
+        "autocast",
+        lambda s: s.autocast and s.precision not in ("bf16", "fp16"),
+        "{autocast} computes matrix products in 16 bits, and {precision} is to compute all in more: type "
+        "{precision=bf16}, or {autocast=false}.",
+    ),
 )
 
 

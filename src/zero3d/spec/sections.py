@@ -33,6 +33,7 @@ Keywords = Mapping[str, Place]
 class Spec:
     """Has the settings that rules are about; degrees that are not known yet are None, and count as 1.
 
+    autocast     the forward runs in torch's autocast
     activations  recomputation, None where it is not known
     optimizer    the name of its row; None for a builder of one's own
     accumulate   micro-batches of a rank and step; 1 where it is not known
@@ -44,6 +45,7 @@ class Spec:
     offload: Offload = field(default_factory=Offload)
     mesh: Mesh = field(default_factory=Mesh)
     precision: str = "bf16"
+    autocast: bool = False
     activations: str | None = None
     optimizer: str | None = None
     accumulate: int = 1

@@ -384,9 +384,8 @@ class Hooks:
             self._gathers.ready(unit)
             if OPENED not in unit.users:
                 unit.weights.check()
-        if self.shows_masters:  # autocast does not take float64
-            return map_tensors((args, kwargs), lambda t: t.float() if t.dtype == torch.float64 else t)
-        return map_tensors((args, kwargs), lambda t: self._cast(t) if t.is_floating_point() else t)
+        cast = without_fp64 if self.shows_masters else self._cast
+        return map_tensors((args, kwargs), lambda t: cast(t) if t.is_floating_point() else t)
 
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         mode, self._mode = self._mode, None
@@ -534,6 +533,11 @@ class Hooks:
         self._gathers.drop(lambda token: token in over or _is(token, "backward") or _is(token, "forward"))
         self._reductions.reset()
         self._accumulation.reset()
+
+
+def without_fp64(t: Tensor) -> Tensor:
+    """Return a floating input of a forward in autocast, which does not take fp64."""
+    return t.float() if t.dtype == torch.float64 else t
 
 
 def _is(token: object, kind: str) -> bool:

@@ -143,7 +143,8 @@ def _planned(config: Config, model: nn.Module, mesh: Mesh) -> PlannedRun:
     hardware = run_cluster(config, mesh)
     plan = plan_of(config, mesh.world)
     kernels = () if mesh.device.type == "cpu" else installed(model)
-    spec = trace(model, config.data.length, config.model.path, bool(config.data.packing), kernels)
+    autocast = mesh.device.type if config.autocast else None
+    spec = trace(model, config.data.length, config.model.path, bool(config.data.packing), kernels, autocast)
     return PlannedRun(spec, hardware, plan, evaluate(spec, hardware, plan))
 
 

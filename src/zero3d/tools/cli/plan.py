@@ -57,7 +57,7 @@ from zero3d.tools.plan.search import (
     resized,
     search,
 )
-from zero3d.tools.plan.spec import ClusterSpec, ModelSpec
+from zero3d.tools.plan.spec import ClusterSpec, Forward, ModelSpec
 from zero3d.tools.plan.what_if import what_if
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
@@ -213,12 +213,12 @@ def search_text(progress: Progress, seconds: float) -> str:
 
 
 def open_model(
-    arguments: argparse.Namespace, path: str | None, file: RunFile | None = None, kernels: bool = False
+    arguments: argparse.Namespace, path: str | None, file: RunFile | None = None, on_card: bool = False
 ) -> ModelSpec:
     """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError.
 
     file     a run's, whose model it is
-    kernels  its mixers call kernels, as on a card
+    on_card  its mixers call kernels, as on a card
     """
     length = None if arguments.seq is None else tokens_of(arguments.seq)
     if length is not None and length < 2:
@@ -233,12 +233,12 @@ def open_model(
         return of_params(parse_params(arguments.params), length or MOST)
     lora = lora_of(arguments.lora) if arguments.lora else None
     if file is not None:
-        return file.model(length, lora, kernels)
+        return file.model(length, lora, on_card)
     if arguments.quantize and lora is None:
         raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     chosen = Model(quantize=format_of(arguments.quantize))
-    return open_spec(path, length, chosen=chosen, lora=lora, packed=packed, beyond=True, kernels=kernels)
+    return open_spec(path, length, chosen=chosen, lora=lora, packed=packed, beyond=True, forward=Forward(on_card))
 
 
 def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:

@@ -26,7 +26,7 @@ from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import Rollout, split
 from zero3d.tools.plan.search import Row, resized, tp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Forward, ModelSpec, ParallelPlan
 from zero3d.tools.plan.weights import weights_note, with_weights
 from zero3d.tools.plan.what_if import what_if
 from zero3d.train.setup.left_out import load_filled
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         lora=lora,
         packed=bool(config.data.packing),
         freeze=config.freeze,
-        kernels=cluster.gpu.name != CPU,
+        forward=Forward(cluster.gpu.name != CPU, config.autocast),
     )
     try:
         check(model, plan, cluster)

@@ -15,7 +15,7 @@ from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster, named
 from zero3d.tools.plan.margin import usable
 from zero3d.tools.plan.network import CPU
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Forward, ModelSpec
 
 MOST = 64  # sequences of a micro-batch
 WORTH = 0.9  # of the seconds a token, for which twice the memory is taken
@@ -77,8 +77,8 @@ def cluster_of_these(
     return cluster(name, ranks, nodes or max(1, ranks // int(module.device_count())), config.plan.cluster)
 
 
-def model_of(config: Config, kernels: bool = False) -> ModelSpec:
-    """Trace the model of a configuration, with mixers as kernels or in torch. Raises ConfigError."""
+def model_of(config: Config, on_card: bool = False) -> ModelSpec:
+    """Trace the model of a configuration, with mixers as kernels, as on a card, or in torch. Raises ConfigError."""
     from zero3d.tools.sim.model_spec import open_spec
 
     return open_spec(
@@ -88,7 +88,7 @@ def model_of(config: Config, kernels: bool = False) -> ModelSpec:
         config.lora,
         bool(config.data.packing),
         config.freeze,
-        kernels=kernels,
+        forward=Forward(on_card, config.autocast),
     )
 
 

@@ -21,7 +21,7 @@ from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.zero import Zero
 from zero3d.tools.cli.kept_specs import open_spec
-from zero3d.tools.plan.spec import ModelSpec
+from zero3d.tools.plan.spec import Forward, ModelSpec
 from zero3d.train.setup.left_out import load_filled
 
 ENDINGS = (".yaml", ".yml")
@@ -49,11 +49,11 @@ class RunFile(NamedTuple):
             )
         return cls(read_tree(Path(words)), config)
 
-    def model(self, length: int | None, lora: Lora | None, kernels: bool = False) -> ModelSpec:
+    def model(self, length: int | None, lora: Lora | None, on_card: bool = False) -> ModelSpec:
         """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
 
         length, lora  instead of the file's
-        kernels       mixers call kernels, as on a card
+        on_card       mixers call kernels, as on a card
         """
         config = self.config
         model = open_spec(
@@ -63,7 +63,7 @@ class RunFile(NamedTuple):
             lora=lora or config.lora,
             packed=bool(config.data.packing),
             freeze=config.freeze,
-            kernels=kernels,
+            forward=Forward(on_card, config.autocast),
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 

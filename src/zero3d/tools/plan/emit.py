@@ -7,7 +7,7 @@ zero                              zero.*, if not the default  zero_optimization.
 offload                           offload.*, the same         offload_optimizer, _param, .ratio (fraction), -
 micro_batch, accumulate, tiles    train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
-precision                         precision                   bf16.enabled
+precision, autocast               precision, autocast         bf16.enabled, -
 optimizer                         optimizer.name              refused but AdamW
 """
 
@@ -64,6 +64,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             "precision": plan.precision,
             "activations": plan.activations,
         }
+        | ({"autocast": True} if plan.autocast else {})
         | ({"offload": away} if away else {})
         | ({"optimizer": {"name": plan.optimizer}} if plan.optimizer != ADAMW else {})
         | saves
@@ -102,6 +103,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         offload=replace(planned(config.offload), optimizer=place).settled,
         mesh=replace(planned(mesh), **known),
         precision=config.precision,
+        autocast=config.autocast,
         activations=config.activations,
         optimizer=config.optimizer.name,
         ema=config.train.ema,

@@ -20,7 +20,17 @@ from zero3d.tools.plan.profiles import Profile, profile
 from zero3d.tools.plan.rank_model import rank_model
 from zero3d.tools.plan.search import ep_refused, shard_refused
 from zero3d.tools.plan.sequence import mixers_of, sp_refused
-from zero3d.tools.plan.spec import AS_KERNELS, IN_TORCH, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
+from zero3d.tools.plan.spec import (
+    AS_KERNELS,
+    IN_AUTOCAST,
+    IN_TORCH,
+    ClusterSpec,
+    Estimate,
+    Memory,
+    ModelSpec,
+    ParallelPlan,
+    Seconds,
+)
 from zero3d.tools.plan.states import check_rules, with_algorithm
 from zero3d.tools.plan.tier_time import chosen_executor, executor_note
 from zero3d.tools.plan.time import step_seconds
@@ -35,6 +45,7 @@ UNEVEN = (
     f"experts: bytes assume equally many tokens on all experts, seconds {IMBALANCE:g} x the mean on the busiest ep "
     "rank; zero3d compare prints a run's expert load"
 )
+WITHOUT_AUTOCAST = "activations are those of a forward without autocast, which keeps some of them in fp32"
 TILED = "train.tiled_loss=auto computes the next-token loss in tiles here, without {:.1f} GB of logits"
 KERNELS = "mixers priced as kernels of fla, mamba_ssm and causal_conv1d, by formula; not compared with a published run"
 ONE_DOCUMENT = "mixers priced in torch, with one document in each row: of packed rows they scan each document by itself"
@@ -122,6 +133,8 @@ def _notes(
         notes.append(EAGER)
     if model.provenance.startswith("traced") and "packed" not in model.provenance:
         notes.append(UNPACKED)
+    if plan.autocast and IN_AUTOCAST not in model.provenance:
+        notes.append(WITHOUT_AUTOCAST)
     if AS_KERNELS in model.provenance:
         notes.append(KERNELS)
     elif IN_TORCH in model.provenance and "packed" in model.provenance:

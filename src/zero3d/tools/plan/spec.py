@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
@@ -34,6 +34,7 @@ from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.constants import constant
 
 KINDS = ("embedding", "block", "head")
+IN_AUTOCAST = "in autocast"  # in the provenance of a model that was traced so
 AS_KERNELS, IN_TORCH = "mixers as kernels", "mixers in torch"  # in the provenance of a model that has mixers
 ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here follows
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
@@ -300,6 +301,17 @@ class ModelSpec:
         return tuple(part for part in self.parts if part.kind == "block")
 
 
+class Forward(NamedTuple):
+    """How a model's forward runs where it is traced.
+
+    on_card   as on a card: mixers call kernels
+    autocast  in autocast
+    """
+
+    on_card: bool = False
+    autocast: bool = False
+
+
 # --- cluster ------------------------------------------------------------------------------------
 
 
@@ -403,6 +415,7 @@ class ParallelPlan(Spec):
         plan.replace(stage=2, offload="none")             another plan
 
     zero, offload, mesh  the sections, each whole; of `offload`, "auto" is no place
+    autocast       the forward runs in autocast, as the model was traced then
     activations    none, full, every:K, selective
     optimizer      the name of its row (spec/optimizer.py)
     ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is

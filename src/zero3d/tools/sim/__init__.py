@@ -12,6 +12,7 @@ repeats     how many micro-batches of a step must be run to know all of them
 rank        one rank of a configuration, in a process of its own; `request` is its input
 simulate    one rank of each class of a mesh
 result      what comes out, with JSON round trip
+card_autocast  autocast with a card's lists of operations
 mixer_kernels  kernels of recurrences and convolutions, which a card would run
 orders      the actions of every pipeline stage; `gantt` when they work and wait
 chrome      all of it for chrome://tracing or Perfetto

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zero3d.activations.targets import mixers_in
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
+from zero3d.engine.autocast import compute_in_autocast
 from zero3d.expert_parallel.plan import find_experts, whole_over_tp
 from zero3d.expert_parallel.share import share_out
 from zero3d.memory import scratch
@@ -45,6 +46,7 @@ from zero3d.sequence.mixers import SharedScan, halo_of
 from zero3d.sequence.shares import Halo, Scanned
 from zero3d.spec.mesh import EXACT
 from zero3d.tensor_parallel.parallelize import parallelize
+from zero3d.tools.sim.card_autocast import lists_of_cards
 from zero3d.tools.sim.images import Images
 from zero3d.tools.sim.live import StorageTracker
 from zero3d.tools.sim.mixer_kernels import as_kernels
@@ -141,6 +143,7 @@ class RunAs(NamedTuple):
     dispatched  tokens are sent to experts, as many to each as to any other
     kernels     names of functions by which mixers call a kernel (mixer_kernels.py)
     fused       those that do all of a mixer run as well, and what it mixes is not noted
+    autocast    the kind of device in whose autocast the forward runs, as an engine's does that is asked for it
     """
 
     packed: bool = False
@@ -148,6 +151,7 @@ class RunAs(NamedTuple):
     dispatched: bool = False
     kernels: Collection[str] = ()
     fused: bool = False
+    autocast: str | None = None
 
 
 PLAIN = RunAs()
@@ -160,7 +164,7 @@ def measure(
 
     tp      1, or a degree that divides the model. The model stays as it is
     """
-    packed, images, dispatched, kernels, fused = run_as
+    packed, images, dispatched, kernels, fused, autocast = run_as
     reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
@@ -191,8 +195,11 @@ def measure(
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
         replace_functions(run)
+        if autocast is not None:
+            compute_in_autocast({0: run}, 0, "cpu", RUN)
         mixing = during(Told(shared=recorder.mix)) if mixers(run) and not fused else nullcontext()
-        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=not fused), mixing:
+        lists = nullcontext() if autocast in (None, "cpu") else lists_of_cards()
+        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=not fused), mixing, lists:
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 

@@ -36,7 +36,7 @@ from zero3d.tensor_parallel.parallelize import read_styles
 from zero3d.tensor_parallel.planned_regions import ROWWISE, shared_groups
 from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.search import LONG
-from zero3d.tools.plan.spec import AS_KERNELS, IN_TORCH, Instant, ModelSpec, Operations, Part
+from zero3d.tools.plan.spec import AS_KERNELS, IN_AUTOCAST, IN_TORCH, Forward, Instant, ModelSpec, Operations, Part
 from zero3d.tools.sim.figures import EMBEDDING, HEAD, Curve, Figures, RunAs, kinds_of, measure, reduce_model
 from zero3d.tools.sim.images import find_images, said_of
 from zero3d.tools.sim.mixer_kernels import ALL, runs_fused
@@ -49,20 +49,26 @@ LENGTH, MOST = 2048, 4096
 
 
 def trace(
-    model: nn.Module, length: int, name: str = "", packed: bool | None = False, kernels: Collection[str] = ()
+    model: nn.Module,
+    length: int,
+    name: str = "",
+    packed: bool | None = False,
+    kernels: Collection[str] = (),
+    autocast: str | None = None,
 ) -> ModelSpec:
     """Make the spec of a model for sequences of `length` tokens; those of a model that takes images have one each.
 
     model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
     packed   sequences are of several documents each (data.packing); None: those of a model that takes no images
     kernels  names by which mixers call a kernel, as on a card (mixer_kernels.py); the others run in torch
+    autocast  the kind of device in whose autocast its forward runs; None: in none
     Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
     """
     part_names = find_part_names(model)
     spec = _outline(model, part_names, length, name)
     packed = not sees_images(model) if packed is None else packed
     images = find_images(model, length, packed)
-    run_as = RunAs(packed, images, kernels=kernels)
+    run_as = RunAs(packed, images, kernels=kernels, autocast=autocast)
     figures = _figures(model, part_names, length, spec, partial(measure, run_as=run_as))
     sent = partial(measure, run_as=run_as._replace(dispatched=True))
     apart = _figures(model, part_names, length, spec, sent) if spec.stacked else None
@@ -87,7 +93,7 @@ def trace(
             in_one = replace(_solved((1, fused[names[i]]), None, length), eager=eager, again=again)
             parts[i] = replace(parts[i], operations=replace(parts[i].operations, fused=in_one))
     mixing = bool(mixing_files(model)) * (AS_KERNELS if kernels else IN_TORCH)
-    provenance = ["traced", "packed" * packed, mixing, said_of(model, images)]
+    provenance = ["traced", "packed" * packed, IN_AUTOCAST if autocast else "", mixing, said_of(model, images)]
     return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
 
 
@@ -158,7 +164,7 @@ def open_spec(
     packed: bool | None = False,
     freeze: tuple[str, ...] | None = None,
     beyond: bool = False,
-    kernels: bool = False,
+    forward: Forward = Forward(),  # noqa: B008 (a tuple)
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
@@ -168,7 +174,7 @@ def open_spec(
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
-    kernels  mixers call kernels, as on a card
+    forward how it runs
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
@@ -190,7 +196,8 @@ def open_spec(
             f"{path}: sequences of {length:,} tokens are more than the model's {positions:,} positions: pass --seq "
             f"{positions} or less (data.length in a file)."
         )
-    spec = trace(model, length, path, packed, ALL if kernels else ())
+    kernels, device = (ALL, "cuda") if forward.on_card else ((), "cpu")
+    spec = trace(model, length, path, packed, kernels, device if forward.autocast else None)
     return replace(spec, provenance=f"{spec.provenance}, beyond its {positions:,} positions") if more else spec
 
 

@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
 from zero3d.sequence.group import check_sequence
 from zero3d.shards.boxes import Box
+from zero3d.tools.sim.card_autocast import lists_of_cards
 from zero3d.tools.sim.group import FakeMesh, fake_group
 from zero3d.tools.sim.images import TEXT_ALONE, find_images, said_of
 from zero3d.tools.sim.mixer_kernels import ALL, as_kernels
@@ -138,8 +140,9 @@ def _observed(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observa
             return blank_batches(batch.accumulate, shape, bool(config.data.packing), options, images)
 
         kernels = () if mesh.on_cpu else ALL
+        lists = lists_of_cards() if config.autocast and not mesh.on_cpu else nullcontext()
         try:
-            with as_kernels(models[0].module, kernels, bool(config.data.packing)):
+            with as_kernels(models[0].module, kernels, bool(config.data.packing)), lists:
                 return observe(mesh, build, make_batches, run), said
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             tower = said == TEXT_ALONE and config.zero.stage == 3

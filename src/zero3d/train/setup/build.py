@@ -41,6 +41,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         offload=offload_of(config),
         mesh=used_axes(config, mesh),
         precision=precision_of(config),
+        autocast=config.autocast,
         optimizer=optimizer_of(config.optimizer),
         scheduler=scheduler(config.schedule, steps, config.optimizer.lr),
         param_groups=parameter_groups(model, config.optimizer),

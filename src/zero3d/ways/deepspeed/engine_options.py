@@ -10,7 +10,8 @@ from zero3d.train.setup.build import precision_of
 
 
 def engine_options(settings: Config) -> dict[str, Any]:
-    """Return section `zero`, precision, tiers and compilation as options of `zero3d.Engine`."""
+    """Return section `zero`, precision and autocast, tiers and compilation as options of `zero3d.Engine`."""
     compiled = {"compile": True} if settings.train.compile else {}
     zero = {keyword_of("zero", name): value for name, value in vars(settings.zero).items()}
-    return {**zero, "precision": precision_of(settings), "offload": offload_of(settings)} | compiled
+    computes = {"precision": precision_of(settings), "autocast": settings.autocast}
+    return {**zero, **computes, "offload": offload_of(settings)} | compiled

@@ -29,7 +29,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.ways.huggingface.accelerate.accelerator import TAKE_BACK, load_engine, save_engine, take_back
-from zero3d.ways.huggingface.accelerate.keywords import check_keywords
+from zero3d.ways.huggingface.accelerate.keywords import autocast_of, check_keywords
 from zero3d.ways.huggingface.accelerate.world import refuse_other_world
 from zero3d.ways.lightning.averaging import let_average
 from zero3d.ways.lightning.checkpoints import LOOP, TIED, is_ours, read_checkpoint, tied_names
@@ -109,7 +109,8 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
                 f"configure_optimizers gave {len(self.optimizers)} optimizers: an engine has one; use its groups."
             )
         wrapper = Wrapper(self.lightning_module)
-        options: dict[str, Any] = {"stage": self._stage, "precision": self._precision(), **self._options}
+        asked = {"precision": self._precision(), "autocast": autocast_of(self._mixed(), self._options)}
+        options: dict[str, Any] = {"stage": self._stage, **asked, **self._options}
         self._mesh = None if "mesh" in options else Mesh(device=self.root_device)
         options.setdefault("mesh", self._mesh)
         self.engine = Engine(wrapper, optimizer=self.optimizers[0], clip_norm=None, **options)
@@ -135,6 +136,9 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
         if asked not in PRECISIONS:
             raise ConfigError(f"precision={asked!r} is not supported: one of {', '.join(PRECISIONS)}.")
         return PRECISIONS[asked]
+
+    def _mixed(self) -> bool:
+        return str(self.precision_plugin.precision).endswith("-mixed")
 
     def setup_precision_plugin(self) -> None:
         """Do nothing for an engine: weights have the dtype of computation, and the loss scale is its own."""

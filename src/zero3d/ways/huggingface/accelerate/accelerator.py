@@ -32,10 +32,11 @@ from zero3d.engine.engine import Engine
 from zero3d.engine.whole_parameters import is_open
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.nested import map_tensors
+from zero3d.precision import Precision
 from zero3d.spec.offload import Offload
 from zero3d.ways.checkpoints.plain import schedule_in
 from zero3d.ways.huggingface.accelerate.compiled import is_compiled, uncompiled
-from zero3d.ways.huggingface.accelerate.keywords import check_keywords
+from zero3d.ways.huggingface.accelerate.keywords import autocast_of, check_keywords
 from zero3d.ways.huggingface.accelerate.local_sgd import leave_alike, no_sync_of
 from zero3d.ways.huggingface.accelerate.meeting import WAITS, Meeting
 from zero3d.ways.huggingface.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
@@ -82,8 +83,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     stage            of ZeRO. On one rank, which has all weights anyway, 3 is 2, with the same bits: they stay whole
     options          more of `zero3d.Engine`, such as {"offload": {"optimizer": "host"}}
-    mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. A model that is
-                     loaded in bf16 stays so with "no", too
+    mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. The forward runs in
+                     autocast, and its outputs are fp32, unless options have autocast=False. A model that is loaded in
+                     bf16 stays so with "no", too
     parallelism_config  Accelerate's, of which are taken sp_size: the sequence axis, whose ranks are handed the same
                         data; and dp_replicate_size with dp_shard_size: states are cut over some neighbours alone.
                         None: as `accelerate launch --use_parallelism_config` was told
@@ -114,7 +116,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if must_say_cpu():
             others.setdefault("cpu", True)
         with patch_environment(**{FROM_LAUNCHER: False}):  # Accelerate would cut the model itself
-            super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used
+            super().__init__(mixed_precision="no", **others)  # its scaler is not used, and autocast is the engine's
         refuse_other_world(
             self.num_processes,
             "Pass cpu=True (use_cpu=True to TrainingArguments) where ranks compute on CPUs, and make no PartialState "
@@ -126,6 +128,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._stage = stage
         self._options = options
         self._precision = chosen
+        handler = self.autocast_handler
+        self._autocast = autocast_of(chosen != "no" and (handler is None or handler.enabled), options)
         self.engine: Engine | None = None
         self._order = Order([])
         self._built: tuple[Engine, Mesh | None] | None = None  # the last engine, and the mesh that was made for it
@@ -242,7 +246,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         take_back(model)  # from an engine whose training is over, or has failed
         self._order = Order.of(model, optimizer)
         left_out = self._freeze_rest(model, optimizer)
-        options: dict[str, Any] = {"precision": self._precision_of(model), **self._compile(), **self._options}
+        chosen = {"precision": self._precision_of(model), "autocast": self._autocast}
+        options: dict[str, Any] = {**chosen, **self._compile(), **self._options}
         mesh = None if "mesh" in options else Mesh(sp=self._alike, shard=self._shards, device=self.device)
         options.setdefault("mesh", mesh)
         leaves = Offload.of(options.get("offload")).params != "none"
@@ -403,6 +408,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().gather_for_metrics(input_data, use_gather_object)
 
     # --- the loop -------------------------------------------------------------------------------
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Compute inside in autocast, where the model does: a loss of one's own, for one.
+
+        autocast_handler  Accelerate's AutocastKwargs, such as enabled=False for parts that are to be in fp32
+        """
+        handler = self.autocast_handler if autocast_handler is None else autocast_handler
+        asked = {} if handler is None else handler.to_kwargs()
+        dtype = Precision.of(self._options.get("precision", PRECISIONS[self._precision])).dtype
+        with torch.autocast(self.device.type, dtype=dtype, **asked) if self._autocast else nullcontext():
+            yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Back-propagate a micro-batch's loss: it is divided by the micro-batches of a window, as by Accelerate."""

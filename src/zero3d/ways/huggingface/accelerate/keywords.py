@@ -1,7 +1,8 @@
 """What a trainer's user passes for `zero3d.Engine` is checked before there is a model.
 
 stage     0, 1, 2 or 3
-options   more keywords of the engine, but those that the trainer passes itself
+options   more keywords of the engine, but those that the trainer passes itself; autocast is on by default where the
+          trainer is asked for mixed precision
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from zero3d.blueprint.stages import stage_row
 from zero3d.config.hints import nearest
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, short
+from zero3d.precision import Precision
 from zero3d.spec.offload import Offload
 
+NARROW = ("bf16", "fp16")  # what autocast computes in
 KEYWORDS = tuple(inspect.signature(Engine).parameters)
 OWN: Mapping[str, str] = MappingProxyType(  # what the trainer passes itself -> where it takes it from
     {
@@ -51,6 +54,15 @@ def check_keywords(stage: Any, options: Any, what: str) -> dict[str, Any]:
     if "offload" in given:
         Offload.of(given["offload"])
     return given
+
+
+def autocast_of(mixed: bool, options: Mapping[str, Any]) -> bool:
+    """Return whether an engine's forward runs in autocast: with mixed precision, unless options say otherwise.
+
+    mixed  what a trainer is asked for; a precision among the options may be another one
+    """
+    narrow = "precision" not in options or Precision.of(options["precision"]).name in NARROW
+    return bool(options.get("autocast", mixed and narrow))
 
 
 def _hint(key: str, what: str) -> str:
