@@ -97,7 +97,7 @@ def test_a_run_chooses_by_its_model_and_its_length():
     assert chosen("qwen3_5_text", 4096, 2).kind == "heads"  # whose scans more take longer
     assert chosen("qwen3_5_text", 16, 8).why.startswith("mesh.sp_mixers=auto: prefix: there are more ranks than heads")
     assert chosen("mamba2", 4096, 2, sp_mixers="heads") == ("heads", "")
-    assert chosen("mamba2", 4096, 1) == chosen("lfm2", 4096, 2) == ("heads", "")
+    assert chosen("mamba2", 4096, 1) == chosen("lfm2", 4096, 2) == ("auto", "")
 
 
 def test_only_scans_by_heads_need_heads():

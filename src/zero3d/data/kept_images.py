@@ -47,7 +47,7 @@ class Pictures(NamedTuple):
 
     @property
     def named(self) -> str:
-        """What a message calls all images: the names of the first files; "" where none has a name."""
+        """Return what a message calls all images: the names of the first files; "" where none has a name."""
         given = [name.get("path") if isinstance(name, Mapping) else name for name in self.names]
         names = [short(name) for name in given if isinstance(name, str) and name]
         more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""

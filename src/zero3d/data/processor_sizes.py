@@ -1,4 +1,4 @@
-"""How many pixels an image processor makes of an image, by its settings: a typo would take all memory before it fails.
+"""Counts the pixels that an image processor makes of an image, by its settings: a typo would take all memory.
 
 size, crop_size ...   {height, width}                  their product
                       {shortest_edge, longest_edge}    the smaller one, squared, of a square image

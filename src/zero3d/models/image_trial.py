@@ -175,7 +175,7 @@ def _reached(*_: object) -> None:
 
 
 class TowerUse(NamedTuple):
-    """How a model uses what its language model does not have, or has read before: empty where that is not known.
+    """Says how a model uses what its language model does not have, or has read before: empty where that is not known.
 
     order      numbers of parameters by name, in the order in which a forward comes to them; others come behind
     per_image  modules that run more often for two images than for one: projectors, image by image
@@ -227,7 +227,7 @@ def _order_of_use(model: nn.Module, tried: _Tried) -> dict[str, int]:
 
 
 class _Tried(NamedTuple):
-    """What a trial of a tower has found.
+    """Has what a trial of a tower has found.
 
     features  zeros in their shape
     ran       names of the modules that ran, of those asked for

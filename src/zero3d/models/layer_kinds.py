@@ -1,4 +1,4 @@
-"""Which kinds of mixing a type's modeling file defines, and a config that has a layer of each.
+"""Finds which kinds of mixing a type's modeling file defines, and a config that has a layer of each.
 
 Sizes that transformers gives a type may name one kind of layer alone: LFM2's are all attention, Bamba's all Mamba 2.
 No released model is like that. What a file defines are its modules that mix tokens by recurrences or convolutions

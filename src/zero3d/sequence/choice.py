@@ -22,7 +22,7 @@ BALANCE = 100.0
 
 
 class Weighed(NamedTuple):
-    """What the two ways come to for one sequence, in a layer of each kind, forward and backward.
+    """Has what the two ways come to for one sequence, in a layer of each kind, forward and backward.
 
     heads   bytes that a rank sends by heads; None where there are fewer heads than ranks
     states  bytes that it sends of states

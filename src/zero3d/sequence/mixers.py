@@ -39,7 +39,7 @@ from zero3d.spec.mesh import HEADS, PREFIX
 
 
 class Roles(NamedTuple):
-    """What is done with the tensors of a scan; the first that is cut by heads tells how many there are."""
+    """Says what is done with the tensors of a scan; the first that is cut by heads tells how many there are."""
 
     cut: tuple[str, ...]
     sent: tuple[str, ...]

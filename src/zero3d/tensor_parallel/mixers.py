@@ -32,7 +32,7 @@ SCALES = "mup_vector"  # Falcon-H1's buffer of factors, one for each output of i
 
 
 class Groups(NamedTuple):
-    """How the groups of one mixer lie on tp ranks.
+    """Says how the groups of one mixer lie on tp ranks.
 
     total   of all
     ranks   of the tp axis
@@ -45,7 +45,7 @@ class Groups(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether ranks share groups, so that they gather B and C."""
+        """Return whether ranks share groups, so that they gather B and C."""
         return self.ranks > self.total
 
     @property

@@ -37,7 +37,7 @@ def loss_region(name: str, size: int) -> Region:
 
 @dataclass(frozen=True)
 class SharedGroups:
-    """What is shared of a Mamba2 mixer where it has fewer groups than there are ranks (mixers.py).
+    """Has what is shared of a Mamba2 mixer where it has fewer groups than there are ranks (mixers.py).
 
     total    groups
     states   channels of B, and of C, for each

@@ -13,7 +13,7 @@ from zero3d.models.bases import decoder_of
 from zero3d.models.mixing import mixers
 from zero3d.sequence.choice import weigh
 from zero3d.sequence.trial import mixing_layers, try_rows
-from zero3d.spec.mesh import AUTO, HEADS
+from zero3d.spec.mesh import AUTO
 
 
 class MixersChoice(NamedTuple):
@@ -26,14 +26,12 @@ class MixersChoice(NamedTuple):
 def choose_mixers(config: Config, model: nn.Module, mesh: Mesh) -> MixersChoice:
     """Say what mesh.sp_mixers means for a model before it is cut. Raises ConfigError where sp cannot try the model."""
     asked, decoder = config.mesh.sp_mixers, decoder_of(model)
-    if asked != AUTO:
+    if asked != AUTO or mesh.sp == 1 or decoder is None or not mixers(decoder) or mixing_layers(decoder) is not None:
         return MixersChoice(asked)
-    if mesh.sp == 1 or decoder is None or not mixers(decoder) or mixing_layers(decoder) is not None:
-        return MixersChoice(HEADS)
     scans = (scan.of_a_run(config.data.length) for scan in try_rows(decoder).scans)
     weighed = weigh(dict.fromkeys(scans), mesh.sp)
     if weighed is None:
-        return MixersChoice(HEADS)
+        return MixersChoice(asked)
     return MixersChoice(weighed.kind, f"mesh.sp_mixers=auto: {weighed.kind}: {weighed}")
 
 
