@@ -13,6 +13,7 @@ from typing import Any
 import checkpoint
 import demo_curves
 import experts
+import hybrid_sequence
 import links
 import loading
 import loop_overhead
@@ -250,6 +251,25 @@ def hybrids() -> str:
         cells = [f"{of_leaky:.2f}x ({limit:.1f}x)", f"{of_padded:.2f}x ({run['targets']['of_padded']:.1f}x)"]
         rows.append([f"`{name}`", *cells, f"{found['packed'] / found['alone']:.2f}x", f"{of_untold:.2f}x"])
     head = ["packed, of", "a row as one document", "padded rows", "a row each", "unpacked, of untold"]
+    return table(head, rows)
+
+
+# --- hybrid_sequence.py --------------------------------------------------------------------------
+
+
+def hybrids_shared() -> str:
+    """Mixers whose sequences two ranks share, by each way, beside one process."""
+    [run] = results("hybrid-sequence")
+    rows = []
+    for name, found in run["types"].items():
+        for way in ("heads", "prefix"):
+            each, sent = hybrid_sequence.ratios(found, way), found["ways"][way]
+            cells = [f"{each[what]:.2f}x ({limit:.2f}x)" for what, limit in run["targets"].items()]
+            cells.insert(1, f"{each['on_core']:.2f}x")
+            equal = "equal" if sent["sent"] == sent["formula"] else f"{sent['formula'] / 1e6:,.2f} MB"
+            chosen = ", as auto takes it" if way == found["auto"] else ""
+            rows.append([f"`{name}`, {way}{chosen}", *cells, f"{sent['sent'] / 1e6:,.2f} MB", equal])
+    head = ["two ranks, of one", "time in mixers", "on a core", "activations", "sent over sp in a step", "by formula"]
     return table(head, rows)
 
 
@@ -565,6 +585,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "experts-layer": experts_layer,
     "sequences": sequences,
     "hybrid-packing": hybrids,
+    "hybrid-sequence": hybrids_shared,
     "sequence-steps": sequence_steps,
     "streams": streams,
     "stream-seconds": stream_seconds,

@@ -184,6 +184,7 @@ RECIPES = {
         ),
         Recipe("experts", tuple(f"python benchmarks/experts.py --ranks {n} --rounds 9 --json OUT" for n in (2, 4))),
         Recipe("hybrid-packing", ("python benchmarks/hybrid_packing.py --rounds 8 --json OUT",)),
+        Recipe("hybrid-sequence", ("python benchmarks/hybrid_sequence.py --ranks 2 --rounds 7 --json OUT",)),
         Recipe("sequence", ("python benchmarks/sequence.py --ranks 2 --rounds 5 --json OUT",)),
         Recipe("stream", ("python benchmarks/stream.py --rounds 7 --json OUT",)),
         Recipe("links", ("python benchmarks/links.py --rounds 5 --json OUT",)),
