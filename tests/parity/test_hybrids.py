@@ -74,7 +74,7 @@ def train(name, degrees, stage, options, activations="none"):
     return [float(engine.train_batch(micro_batches(step, mesh.place.dp // mesh.sp)[0])) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("name", some(NAMES, ("qwen3_5_text",)))
+@pytest.mark.parametrize("name", some(NAMES, ("lfm2",)))
 def test_packed_rows_at_stage_3(ranks, name):
     wanted = plain(name, 2)
     for options in ({}, {"reduce": "every_micro_batch"}):

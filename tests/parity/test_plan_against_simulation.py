@@ -392,7 +392,7 @@ def test_what_a_setting_saves_is_what_it_saves_in_the_dry_run(alone, models):
 
 
 @pytest.mark.parametrize(("name", "activations"), [
-    ("lfm2", "none"), pytest.param("bamba", "none", marks=pytest.mark.long), pytest.param("mamba2", "none", marks=pytest.mark.long),
+    pytest.param("lfm2", "none", marks=pytest.mark.long), pytest.param("bamba", "none", marks=pytest.mark.long), pytest.param("mamba2", "none", marks=pytest.mark.long),
     pytest.param("qwen3_5_text", "full", marks=pytest.mark.long), pytest.param("kimi_linear", "full", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_hybrids_that_share_sequences_send_what_is_planned(alone, tmp_path, name, activations):

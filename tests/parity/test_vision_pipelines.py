@@ -8,6 +8,7 @@ from vision import EVERY, micro_batch, model, text_alone
 import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
+from zero3d.models import image_trial
 from zero3d.models.chain import find_chain
 from zero3d.models.images import patches, tower_parameters
 from zero3d.pipeline.balance import Tower
@@ -137,6 +138,7 @@ def test_a_tower_that_cannot_run_an_image_is_refused_in_one_line():
 def test_the_tower_runs_before_the_blocks_and_is_not_run_to_find_that_out(monkeypatch):
     from transformers.models.clip import modeling_clip
 
+    monkeypatch.setattr(image_trial, "SMALL", 0)  # which is run, for that takes less
     made = model("llava")
     seen = []
     forward = modeling_clip.CLIPVisionModel.forward

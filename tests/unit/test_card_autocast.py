@@ -45,6 +45,7 @@ def dry(tree):
     return dry_run(load(tree), 0, 1).peak.nbytes
 
 
+@pytest.mark.long
 def test_a_dry_run_for_cards_keeps_norms_in_fp32(alone, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GPT2 | {"architectures": ["GPT2LMHeadModel"], "use_cache": False}))

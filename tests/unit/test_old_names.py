@@ -70,8 +70,10 @@ def test_modules_of_deepspeed_without_a_file_are_found_by_the_old_name():
 
     assert comm is deepspeed.comm is torch.distributed
     assert deepspeed.initialize is zero3d.ways.deepspeed.initialize
-    with pytest.raises(ImportError, match=r"no deepspeed\.ops here"):
-        importlib.import_module("zero3d.integrations.deepspeed.ops.adam")
+    adam = importlib.import_module("zero3d.integrations.deepspeed.ops.adam")
+    assert adam.FusedAdam is deepspeed.ops.adam.FusedAdam
+    with pytest.raises(ImportError, match=r"no deepspeed\.ops\.lion here"):
+        importlib.import_module("zero3d.integrations.deepspeed.ops.lion")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         deepspeed.nothing  # noqa: B018
 

@@ -64,8 +64,8 @@ def first_losses(folder, setting):
     return field(train(made), "loss")
 
 
-@pytest.mark.parametrize("setting", ["mesh.pp=2", *(pytest.param(each, marks=pytest.mark.long)
-                                                    for each in ("zero.stage=3", "mesh.sp=2"))])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ["mesh.pp=2", "zero.stage=3", "mesh.sp=2"])
 def test_packed_losses_are_the_same_however_a_run_is_split(ranks, folder, setting):
     wanted = ranks(1, first_losses, folder, "zero.stage=2")[0]
     assert len(wanted) == 2

@@ -145,7 +145,7 @@ def _ep(model: nn.Module) -> Row:
 
 def _sp(model: nn.Module) -> Row:
     check_sequence(model, 2, 1, "auto")
-    heads, attention = try_rows(decoder_of(model)).heads, _heads(model)
+    heads, attention = try_rows(decoder_of(model)).heads(), _heads(model)
     most = "any" if heads is None else f"up to {heads}, as recurrences have so many heads"
     return Row("sp", True, f"{most}; by heads up to {attention}" if attention else most)
 

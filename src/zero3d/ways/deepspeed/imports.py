@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 from zero3d.errors import ConfigError
@@ -53,7 +54,8 @@ class Modules(MetaPathFinder):
             return ModuleSpec(fullname, Alias(ALIASES[name]))
         if line := module_line(name):
             raise MissingModule(f"there is no deepspeed.{name} here: {line}.", name=fullname)
-        return None
+        here, old = PREFIXES
+        return ModuleSpec(fullname, Alias(f"{here}{name}")) if prefix == old and find_spec(f"{here}{name}") else None
 
 
 def install() -> None:
