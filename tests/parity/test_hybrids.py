@@ -99,6 +99,26 @@ def test_packed_rows_in_a_pipeline(ranks, name, degrees, options, activations):
         assert losses == pytest.approx(wanted, rel=NEAR)
 
 
+def told_by(name, kind):
+    """The loss of one step in a pipeline whose second stage attends alone, told where documents are by one name."""
+    engine = zero3d.Engine(hybrid(name), mesh=zero3d.Mesh(pp=2), precision="fp32", stage=1, accumulate=2)
+    batches = micro_batches(0)[0][:2]
+    for batch in batches:
+        begins = batch.pop("position_ids") == 0
+        numbers = begins.cumsum(1).int()
+        ends = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()])]).int()
+        given = {"position_ids": torch.arange(33) - torch.where(begins, torch.arange(33), 0).cummax(1).values}
+        batch |= {"seq_idx": {"seq_idx": numbers}, "cu_seq_lens_q": {"cu_seq_lens_q": ends}}.get(kind, given)
+    return float(engine.train_batch(batches))
+
+
+def test_a_stage_without_mixers_is_told_by_other_names_than_positions(ranks):
+    by_positions, by_numbers, by_ends = (
+        ranks(2, told_by, "qwen3_5_text", kind)[0] for kind in ("position_ids", "seq_idx", "cu_seq_lens_q")
+    )
+    assert by_positions == by_numbers == by_ends
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "degrees", "stage"), [
     *((name, {"tp": 2}, 1) for name in NAMES), ("qwen3_5_text", {"tp": 2, "pp": 2}, 1), ("nemotron_h", {"dp": 2, "tp": 2}, 3),

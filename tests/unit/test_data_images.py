@@ -528,6 +528,8 @@ def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
      "x 3 colours x 4 bytes = 12,000,000,000 bytes, and more than 67,108,864 pixels are refused"),
     ("qwen3_vl", {"size": None, "min_pixels": 10**9, "max_pixels": 10**9}, "min_pixels 1,000,000,000 the"),
     ("qwen3_vl", {"patch_size": 14000}, "patch_size 14,000 the processor makes patches of at least 28,000 x 28,000"),
+    ("qwen3_vl", {"temporal_patch_size": 10**8}, "temporal_patch_size 100,000,000 the processor makes patches of at "
+     "least 28 x 28 x 100,000,000 frames = 78,400,000,000 pixels of an image"),
     ("llava", {"size": {"shortest_edge": 33600}}, "size.shortest_edge 33,600 the processor makes 33,600 x 33,600 = 1,1"),
     ("llava", {"crop_size": {"height": 10**6, "width": 336}}, "crop_size.height 1,000,000 the processor makes"),
 ])  # fmt: skip

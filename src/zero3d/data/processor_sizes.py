@@ -4,6 +4,7 @@ size, crop_size ...   {height, width}                  their product
                       {shortest_edge, longest_edge}    the smaller one, squared, of a square image
                       {shortest_edge} as min_pixels    at least so many, where a class counts pixels (Qwen2-VL)
 patch_size            x merge_size                     at least one patch, squared
+temporal_patch_size                                    as often: an image is repeated over the frames of a patch
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ def _made(image_processor: Any) -> Iterator[tuple[str, int, str, int]]:
     if isinstance(patch, int):
         side = patch * (merge if isinstance(merge, int) else 1)
         yield "patch_size", patch, f"patches of at least {_product(side, side)}", side * side
+        frames = getattr(image_processor, "temporal_patch_size", None)
+        if isinstance(frames, int):
+            told = f"patches of at least {side:,} x {side:,} x {frames:,} frames = {side * side * frames:,}"
+            yield "temporal_patch_size", frames, told, side * side * frames
 
 
 def _of_size(key: str, size: Any, counts: bool) -> Iterator[tuple[str, int, str, int]]:
     numbers = size if isinstance(size, Mapping) else getattr(size, "__dict__", {})
     height, width, shortest, longest, high, wide = (
-        numbers.get(name) or 0
+        value if isinstance(value := numbers.get(name), int | float) else 0  # of others the processor says so itself
         for name in ("height", "width", "shortest_edge", "longest_edge", "max_height", "max_width")
     )
     height, width = height or high, width or wide

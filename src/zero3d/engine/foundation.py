@@ -35,7 +35,7 @@ from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
 from zero3d.models.image_trial import TowerUse, tower_use
 from zero3d.models.kernel_trial import wrong_kernels
-from zero3d.models.mixing import Mixing
+from zero3d.models.mixing import Mixing, is_told
 from zero3d.models.packing import tell
 from zero3d.models.written_numbers import numbers_in
 from zero3d.sequence.group import SequenceGroup
@@ -172,6 +172,7 @@ class Foundation(Resolved):
         tower = tower_use(model, strict=policy.row.shards_parameters) if passing else TowerUse()
         first_uses = _first_uses(model, tower.order) if passing else {}
         kernels = wrong_kernels(model, resolved.mesh.device, resolved.precision.dtype)
+        told = is_told(model)
         often = tower.per_image if policy.row.shards_parameters else frozenset()
         partition = partition_model(model, resolved, policy, axes.tp, axes.ep, axes.ledger)
         if options.weights is not None:
@@ -194,7 +195,7 @@ class Foundation(Resolved):
             partition=partition,
             order=order,
             sequence=sequence,
-            mixing=tell(*partition.chunks.values(), refused=kernels),
+            mixing=tell(*partition.chunks.values(), refused=kernels, whole=told),
             notes=notes,
             numbers=numbers,
             specs=specs,

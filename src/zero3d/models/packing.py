@@ -126,13 +126,14 @@ def row_options(model: nn.Module, length: int) -> dict[str, Any]:
     return options | ({DOCUMENTS: None} if is_told(inner_model(model)) else {})
 
 
-def tell(*roots: nn.Module, refused: str | None = None) -> Mixing | None:
+def tell(*roots: nn.Module, refused: str | None = None, whole: bool = False) -> Mixing | None:
     """Have a model's own convolutions, recurrences and masks told where documents are, where it has such.
 
     roots    the model, or the chunks of a pipeline that were cut from it
     refused  why packed rows are refused
+    whole    the model has such, though perhaps none of these chunks: attention of theirs needs the same documents
     """
-    if not any(map(is_told, roots)):
+    if not whole and not any(map(is_told, roots)):
         return None
     return Mixing(roots, "position_ids" in _parameters(vars(roots[0]).get("_model", roots[0])), refused)
 

@@ -272,7 +272,7 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str, mixers: str
             "values than the whole. Type mesh.sp=1."
         )
     if (scanned := tried.heads(mixers)) is not None:
-        check_heads(f"the recurrences of {kind}", scanned, sp)
+        check_heads(f"the recurrences of {kind}", scanned, sp, tried.heads(PREFIX) is None)
     if (positions := find_positions(decoder)) is None:
         raise ConfigError(
             f"mesh.sp={sp} gives each rank the positions of its rows, and where {kind} is given none, it counts "

@@ -130,7 +130,7 @@ class SharedMixers:
         """Scan whole sequences with this rank's heads."""
         comm, name, scan = self._comm, self._name, SharedScan(function, call)
         parts = even_parts(scan.heads, comm.size)
-        check_heads(name, scan.heads, comm.size)
+        check_heads(name, scan.heads, comm.size, function in STATES)
         came = to_parts(scan.tensors, [needed(parts, t.shape[2]) for t in scan.tensors], rows, comm, name)
         made = inside(scan.of_heads(came, parts[comm.rank]), documents)
         output, *rest = made if isinstance(made, tuple) else (made,)
@@ -156,12 +156,12 @@ def settled_kind(model: nn.Module, asked: str) -> str:
     return PREFIX if asked == PREFIX and any(not STATES.keys().isdisjoint(names) for names in called) else HEADS
 
 
-def check_heads(name: str, heads: int, ranks: int) -> None:
-    """Raise ConfigError where a scan has fewer heads than there are ranks."""
+def check_heads(name: str, heads: int, ranks: int, passes: bool) -> None:
+    """Raise ConfigError where a scan has fewer heads than there are ranks. passes: its states could pass instead."""
     if heads < ranks:
         raise ConfigError(
             f"mesh.sp={ranks} shares out the {heads} heads of {name}, and {ranks} is more than {heads}: type "
-            f"mesh.sp={heads} or less."
+            f"mesh.sp={heads} or less{', or mesh.sp_mixers=prefix' * passes}."
         )
 
 
