@@ -55,7 +55,7 @@ def _made(image_processor: Any) -> Iterator[tuple[str, int, str, int]]:
 def _of_size(key: str, size: Any, counts: bool) -> Iterator[tuple[str, int, str, int]]:
     numbers = size if isinstance(size, Mapping) else getattr(size, "__dict__", {})
     height, width, shortest, longest, high, wide = (
-        value if isinstance(value := numbers.get(name), int | float) else 0  # of others the processor says so itself
+        int(value) if isinstance(value := numbers.get(name), int | float) else 0  # of others the processor says so itself
         for name in ("height", "width", "shortest_edge", "longest_edge", "max_height", "max_width")
     )
     height, width = height or high, width or wide
