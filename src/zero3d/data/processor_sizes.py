@@ -54,8 +54,9 @@ def _made(image_processor: Any) -> Iterator[tuple[str, int, str, int]]:
 
 def _of_size(key: str, size: Any, counts: bool) -> Iterator[tuple[str, int, str, int]]:
     numbers = size if isinstance(size, Mapping) else getattr(size, "__dict__", {})
+    # of what is no number the processor says so itself
     height, width, shortest, longest, high, wide = (
-        int(value) if isinstance(value := numbers.get(name), int | float) else 0  # of others the processor says so itself
+        int(value) if isinstance(value := numbers.get(name), int | float) else 0
         for name in ("height", "width", "shortest_edge", "longest_edge", "max_height", "max_width")
     )
     height, width = height or high, width or wide
