@@ -140,6 +140,12 @@ def test_a_plan_left_open_is_what_a_run_chooses(spec):
     assert plan.mesh.sp_mixers == "auto"
     for length, kind in ((2, "heads"), (4096, "prefix")):
         assert mixers_of(replace(spec, length=length), plan) == kind == weigh([replace(MAMBA2, length=length)], 2).kind
+        said = [
+            note
+            for note in evaluate(replace(spec, length=length), cluster("h100", 8), plan).notes
+            if "sp_mixers" in note
+        ]
+        assert said == [f"mesh.sp_mixers=auto: recurrences by {kind}"]
     assert mixers_of(spec, plan.replace(sp=1)) == "heads"
     assert from_json(ParallelPlan, to_json(plan.replace(sp_mixers="prefix"))).mesh.sp_mixers == "prefix"
 

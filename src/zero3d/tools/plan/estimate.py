@@ -11,6 +11,7 @@ from zero3d.account.transients import logits_bytes
 from zero3d.blueprint.layout import padding_warning
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.spec.mesh import AUTO
 from zero3d.spec.tiers import TIERS
 from zero3d.tools.plan.footprint import tiles_loss
 from zero3d.tools.plan.kernels import IMBALANCE, step_operations
@@ -139,6 +140,8 @@ def _notes(
         notes.append(KERNELS)
     elif IN_TORCH in model.provenance and "packed" in model.provenance:
         notes.append(ONE_DOCUMENT)
+    if plan.sp > 1 and plan.mesh.sp_mixers == AUTO and any(scan.passes for part in model.parts for scan in part.scans):
+        notes.append(f"mesh.sp_mixers=auto: recurrences by {mixers_of(model, plan)}")
     if "text alone" in model.provenance:
         notes.append(TEXT)
     if beyond := BEYOND.search(model.provenance):
