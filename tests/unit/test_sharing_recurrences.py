@@ -93,7 +93,10 @@ def test_a_run_chooses_by_its_model_and_its_length():
     assert chosen("mamba2", 8, 2).kind == "heads"
     kind, why = chosen("mamba2", 4096, 2)
     assert kind == "prefix"
-    assert why.startswith("mesh.sp_mixers=auto: prefix: heads send ")
+    sent = (
+        2 * 2048 * 2 * (4 * 8 + 4 + 8 + 8 + 4 * 8)
+    )  # both ways, in 2 bytes: 4 heads, their steps, a group of B and C, outputs
+    assert why.startswith(f"mesh.sp_mixers=auto: prefix: heads send {sent / 1e3:.2f} kB ")
     assert chosen("qwen3_5_text", 4096, 2).kind == "heads"  # whose scans more take longer
     assert chosen("qwen3_5_text", 16, 8).why.startswith("mesh.sp_mixers=auto: prefix: there are more ranks than heads")
     assert chosen("mamba2", 4096, 2, sp_mixers="heads") == ("heads", "")
