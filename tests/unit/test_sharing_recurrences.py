@@ -28,8 +28,8 @@ DELTA = Scanned(1, 8, 4, (NARROW, Cut(2, 2, 2, True), Cut(2, 2, 2, True)), NARRO
 class OnRanks:
     """A mesh, as far as a choice reads it."""
 
-    def __init__(self, sp):
-        self.sp, self.dp, self.tp = sp, sp, 1
+    def __init__(self, sp, tp=1):
+        self.sp, self.dp, self.tp = sp, sp, tp
 
 
 def test_ways_are_weighed_by_bytes_and_scans():
@@ -86,7 +86,7 @@ def chosen(name, length, sp, **mesh):
         "model": {"path": "m"}, "data": {"train": "d", "length": length}, "train": {"steps": 1, "batch": 1},
         "mesh": {"sp": sp, **mesh},
     })  # fmt: skip
-    return choose_mixers(config, hybrid(name, num_attention_heads=8), OnRanks(sp))
+    return choose_mixers(config, hybrid(name, num_attention_heads=8), OnRanks(sp, mesh.get("tp", 1)))
 
 
 def test_a_run_chooses_by_its_model_and_its_length():
@@ -99,6 +99,8 @@ def test_a_run_chooses_by_its_model_and_its_length():
     assert why.startswith(f"mesh.sp_mixers=auto: prefix: heads send {sent / 1e3:.2f} kB ")
     assert chosen("qwen3_5_text", 4096, 2).kind == "heads"  # whose scans more take longer
     assert chosen("qwen3_5_text", 16, 8).why.startswith("mesh.sp_mixers=auto: prefix: there are more ranks than heads")
+    assert chosen("qwen3_5_text", 16, 4).kind == "heads"
+    assert chosen("qwen3_5_text", 16, 4, tp=2).kind == "prefix"  # which leaves 2 heads of 4
     assert chosen("mamba2", 4096, 2, sp_mixers="heads") == ("heads", "")
     assert chosen("mamba2", 4096, 1) == chosen("lfm2", 4096, 2) == ("auto", "")
 
@@ -165,3 +167,8 @@ def test_planners_choose_by_links(spec):
 def test_more_ranks_than_heads_are_planned_by_states(spec):
     assert sp_refused(spec, 16, 1, 16, mixers="heads") == "sp is more than the 8 heads of recurrences, which they share"
     assert sp_refused(spec, 16, 1, 16) is None
+    wide = ParallelPlan(dp=8, sp=8, tp=2, stage=1)
+    parts = (replace(part, scans=tuple(replace(scan, divided=True) for scan in part.scans)) for part in spec.parts)
+    short = replace(spec, length=64, parts=tuple(parts))
+    assert mixers_of(short, wide.replace(tp=1)) == "heads"
+    assert mixers_of(short, wide) == "prefix"  # tp leaves 4 heads

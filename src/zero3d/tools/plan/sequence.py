@@ -54,7 +54,7 @@ def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int, by_heads: bool = Tru
         return f"sp does not divide dp {dp}"
     if model.mixing is not None:
         return f"sp cuts sequences that attention and known recurrences mix, and {model.name} has {model.mixing}"
-    mixers = _chosen(model, sp) if mixers == AUTO else mixers
+    mixers = _chosen(model, sp, tp) if mixers == AUTO else mixers
     shared = (scan for part in model.parts for scan in part.scans if mixers == HEADS or not scan.passes)
     scanned = min((scan.over(tp).heads for scan in shared), default=sp)
     if scanned < sp:
@@ -120,12 +120,12 @@ def mixers_of(model: ModelSpec, plan: ParallelPlan) -> str:
     asked = plan.mesh.sp_mixers
     if plan.sp == 1 or not any(scan.passes for part in model.parts for scan in part.scans):
         return HEADS
-    return asked if asked != AUTO else _chosen(model, plan.sp)
+    return asked if asked != AUTO else _chosen(model, plan.sp, plan.tp)
 
 
 @lru_cache(maxsize=64)
-def _chosen(model: ModelSpec, sp: int) -> str:
-    weighed = weigh(kinds_of_scans(model), sp)
+def _chosen(model: ModelSpec, sp: int, tp: int) -> str:
+    weighed = weigh(kinds_of_scans(model, tp), sp)
     return HEADS if weighed is None else weighed.kind
 
 

@@ -17,7 +17,7 @@ from zero3d.spec.mesh import AUTO
 
 
 class MixersChoice(NamedTuple):
-    """How sp divides recurrences, and why in a line; "" where it was asked for, or there is nothing to choose."""
+    """Says how sp divides recurrences, and why in a line; "" where it was asked for, or there is nothing to choose."""
 
     kind: str
     why: str = ""
@@ -28,7 +28,8 @@ def choose_mixers(config: Config, model: nn.Module, mesh: Mesh) -> MixersChoice:
     asked, decoder = config.mesh.sp_mixers, decoder_of(model)
     if asked != AUTO or mesh.sp == 1 or decoder is None or not mixers(decoder) or mixing_layers(decoder) is not None:
         return MixersChoice(asked)
-    scans = (scan.of_a_run(config.data.length) for scan in try_rows(decoder).scans)
+    cut = (replace(scan, divided=scan.passes).over(mesh.tp) for scan in try_rows(decoder).scans)  # as tp will
+    scans = (scan.of_a_run(config.data.length) for scan in cut)
     weighed = weigh(dict.fromkeys(scans), mesh.sp)
     if weighed is None:
         return MixersChoice(asked)
