@@ -199,15 +199,26 @@ def test_calls_without_a_counterpart_are_refused():
         engine.load_checkpoint("anywhere", custom_load_fn=print)
 
 
-def two_losses(stage, kept):
-    """Weights after a step of two losses of one graph: back-propagated one after the other, or their sum."""
-    tree = DOCUMENT | {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
-    engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+def two_losses(stage, apart, forwards):
+    """Weights after steps of two losses of one forward or of two: back-propagated one after the other, or their sum.
+
+    Neither clipping nor an optimizer that divides by the gradient hides how often they count.
+    """
+    tree = DOCUMENT | {
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+    }
+    model = hf("llama")
+    own = torch.optim.SGD(model.parameters(), lr=10.0)
+    del tree["optimizer"], tree["scheduler"]
+    engine = deepspeed.initialize(model=model, optimizer=own, config=tree)[0]
     for step in range(2):
-        logits = engine(input_ids=batch(step, engine.engine.mesh.rank)).logits
-        one, other = logits.square().mean(), logits.sin().mean()
-        if kept:
-            engine.backward(one, retain_graph=True)
+        ids = [batch(10 * step + number, engine.engine.mesh.rank) for number in range(forwards)]
+        logits = [engine(input_ids=each).logits for each in ids]
+        one, other = logits[0].square().mean(), logits[-1].sin().mean()
+        if apart:
+            engine.backward(one, retain_graph=forwards == 1)
             engine.backward(other)
         else:
             engine.backward(one + other)
@@ -216,10 +227,12 @@ def two_losses(stage, kept):
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
+@pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_two_losses_of_a_graph_that_is_kept_are_their_sum(ranks, stage):
-    for kept, wanted in zip(ranks(2, two_losses, stage, True), ranks(2, two_losses, stage, False), strict=True):
-        for one, other in zip(kept, wanted, strict=True):
+def test_two_losses_of_a_micro_batch_are_their_sum(ranks, stage, forwards):
+    both = (ranks(2, two_losses, stage, apart, forwards) for apart in (True, False))
+    for found, wanted in zip(*both, strict=True):
+        for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""What kernels of mixers compute, make and keep, by formula: gated delta rules, Mamba 1 and 2, short convolutions.
+"""Counts what mixers' kernels compute, make and keep, by formula: gated delta rules, Mamba 1 and 2, short convolutions.
 
     B, T    rows, tokens of each, in chunks of c
     H, G    heads; of keys, or groups of B and C, of which each serves several heads
@@ -37,7 +37,7 @@ SCANNED = 2048  # tokens of Mamba 1's chunks, between which it keeps a state and
 
 
 class Kernel(NamedTuple):
-    """What a kernel does with one micro-batch.
+    """Has what a kernel does with one micro-batch.
 
     kept       bytes that it makes and keeps for its backward, beside inputs and output
     forward    bytes alive at its forward's fullest, beyond these

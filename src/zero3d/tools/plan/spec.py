@@ -302,7 +302,7 @@ class ModelSpec:
 
 
 class Forward(NamedTuple):
-    """How a model's forward runs where it is traced.
+    """Says how a model's forward runs where it is traced.
 
     on_card   as on a card: mixers call kernels
     autocast  in autocast

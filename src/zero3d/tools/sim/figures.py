@@ -136,7 +136,7 @@ def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
 
 
 class RunAs(NamedTuple):
-    """How a model runs when it is measured.
+    """Says how a model runs when it is measured.
 
     packed      every sequence is of several documents, which attention keeps apart by a mask
     images      one in every sequence; the tower that reads it counts with the embedding

@@ -117,7 +117,7 @@ def _stand_in(name: str, function: Callable[..., Any], in_pieces: bool) -> Calla
 
 
 class _Run(NamedTuple):
-    """How a kernel runs beside its formula.
+    """Says how a kernel runs beside its formula.
 
     shape   of the output, in the dtype of its first input
     saves   which inputs it keeps

@@ -1,4 +1,4 @@
-"""What a configuration leaves out and the model decides, so that a file of any one section, or key, is a run.
+"""Fills in what a file leaves out and the model decides, so that a file of any one section, or key, is a run.
 
     data.length     the default, or the model's positions where these are fewer
     data.tokenizer  bytes, where the data are text and the model is no folder, which would bring a tokenizer
