@@ -24,7 +24,7 @@ class MixersChoice(NamedTuple):
 
 
 def choose_mixers(config: Config, model: nn.Module, mesh: Mesh) -> MixersChoice:
-    """Return what mesh.sp_mixers means for a model before it is cut. Raises ConfigError where sp cannot try the model."""
+    """Return what mesh.sp_mixers means for a model before it is cut. Raises ConfigError where sp cannot try it."""
     asked, decoder = config.mesh.sp_mixers, decoder_of(model)
     if asked != AUTO or mesh.sp == 1 or decoder is None or not mixers(decoder) or mixing_layers(decoder) is not None:
         return MixersChoice(asked)
