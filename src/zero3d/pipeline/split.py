@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -224,7 +225,7 @@ def _entered(model: nn.Module, chain: Chain, counts: Sequence[int]) -> tuple[Cha
             )
     if not isinstance(torch.empty(0), FakeTensor):
         alike = key_of(inner_model(model))
-        key = None if alike is None else (alike, chain, tuple(counts))
+        key = None if alike is None else (alike, replace(chain, images=None), tuple(counts))
         if key in _found:
             return _found[key]
         found = find_entry(model, chain, counts, partial(_split_on_trial, counts))

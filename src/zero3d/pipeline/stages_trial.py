@@ -92,7 +92,7 @@ def _tried(model: nn.Module, chain: Chain, counts: Sequence[int], cut: Cut) -> t
         watch = Watch(trial, chain)
         runs = [_whole(trial, batch, watch) for batch in batches]
         outputs = runs[0][0]
-        chain = replace(chain, tuples=watch.tuples)
+        chain = replace(chain, tuples=watch.tuples, images=None)  # what is returned keeps no tensors of the trial
         given = runs[0][1]
         hidden = torch.zeros(*batches[0].ids.shape, chain.width)
         every = _candidates(given, _own(trial, chain, counts, cut, batches[0], hidden), batches[0])

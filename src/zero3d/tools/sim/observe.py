@@ -105,7 +105,11 @@ def observe(
     with position.watching(), memory.watching(), _garbage_kept():
         engine = build()
         position.follow(engine)
-        for buffer in engine.module.buffers():
+        own = dict.fromkeys(engine.module.buffers())
+        for buffer in engine._parts.changes.model.buffers():
+            if buffer not in own:  # of another stage: it stays where the model was built, on the host
+                memory.leave_out(buffer)
+        for buffer in own:
             memory.on_borrow(BUFFERS, buffer)
         _name_states(engine, memory)
         batches = make_batches()
