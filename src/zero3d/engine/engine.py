@@ -110,7 +110,8 @@ class Engine:
     blueprint = Exposed(lambda parts: parts.blueprint_now)
     offload = Exposed(lambda parts: parts.offload.offload)
     offload_why = Exposed(lambda parts: parts.offload.why)
-    notes = Exposed(lambda parts: parts.notes)
+    notes = Exposed(lambda parts: parts.all_notes)
+    compiled = Exposed(lambda parts: parts.compiled)
     # axes, and what counts on them
     arena = Exposed(lambda parts: parts.axes.arena)
     traffic = Exposed(lambda parts: parts.axes.ledger)
