@@ -303,7 +303,7 @@ GENERATIONS = {
     "zero3d-3": "zero3d, stage 3, whole weights",
     "zero3d-3-units": "zero3d, stage 3, each layer for each token",
     "deepspeed-3": "DeepSpeed, stage 3, whole weights",
-    "deepspeed-3-units": "DeepSpeed, stage 3, each layer for each token",
+    "deepspeed-3-units": "DeepSpeed, stage 3, `ds3_gather_for_generation=False`",
 }
 
 

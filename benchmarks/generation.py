@@ -6,7 +6,8 @@
     zero3d-3          whole weights are gathered once, as they are by default where every rank has room
     zero3d-3-units    ds3_gather_for_generation=False: each unit is gathered for each token
     deepspeed-3       DeepSpeed gathers whole weights, generates, and releases them
-    deepspeed-3-units ds3_gather_for_generation=False: DeepSpeed gathers each module's weights for each token
+    deepspeed-3-units ds3_gather_for_generation=False: DeepSpeed gathers by module, and by its defaults
+                      (stage3_max_live_parameters) need not release a model as small as this one
 
 All have the same Llama in fp32 and write the same tokens, greedily, as many on each rank. A round is what GRPOTrainer
 and RLOOTrainer do: `unwrap_model_for_generation`, then `generate`. zero3d's weights are released behind it, as the next
