@@ -4,8 +4,8 @@
 
     result   what the command printed: JSON where it prints or writes that, else text
 
-All runs of a file are of one commit, the one that was checked out: `record` refuses to run code that is not
-committed. A file is written when all of its runs are done.
+All runs of a file are of one commit, the one that was checked out, but for those that name another (`Recipe.keeps`):
+`record` refuses to run code that is not committed. A file is written when all of its runs are done.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Recipe:
     timed    seconds matter: to be run on a quiet machine
     repeats  figures matter that are the same in every run
     source   a commit whose package is run, by the benchmarks of today; "" for today's
+    keeps    a run whose folder is not there stays as it is on record, and has its own commit and date
     """
 
     name: str
@@ -56,6 +57,7 @@ class Recipe:
     timed: bool = True
     repeats: bool = False
     source: str = ""
+    keeps: bool = False
 
 
 def trains(*words: str) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ _LAUNCHES = (
     "python benchmarks/instruments/step_syncs.py --layers 32 --stage 3",
 )
 _PEERS = "python benchmarks/peer_suites/run.py --json OUT --suite"
-_CHECKOUTS = ("transformers", "accelerate", "deepspeed", "trl")
+_CHECKOUTS = (("transformers", ""), ("accelerate", " --minutes 8"), ("deepspeed", ""), ("trl", " --minutes 9"))
 _CARD = (
     "--minutes 0.8 --json OUT --only ceilings,streams,syncs,memory,edges,loops,speed,offload",
     "--json OUT --only parity,nccl,bits,shared,train",
@@ -224,8 +226,9 @@ RECIPES = {
         ),
         Recipe(
             "peer-suites",
-            (f"{_PEERS} fsdp2", *(f"{_PEERS} {name} --checkout CHECKOUTS/{name}" for name in _CHECKOUTS)),
+            (f"{_PEERS} fsdp2", *(f"{_PEERS} {name} --checkout CHECKOUTS/{name}{more}" for name, more in _CHECKOUTS)),
             timed=False,
+            keeps=True,
         ),
         Recipe("gpu", tuple(f"python benchmarks/gpu_check.py {words}" for words in _CARD), timed=False),
         Recipe("gpu-features", (f"python benchmarks/gpu_check.py {_CARD_FEATURES}",), timed=False),
@@ -255,10 +258,23 @@ def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
     recipe = RECIPES[name]
     with _package(recipe.source) as package:
         header = _header(name) | ({"commit": recipe.source} if recipe.source else {})
-        runs = [run(command, folders, partial(started, package=package)) for command in recipe.commands]
+        earlier = load(name) if recipe.keeps else {"runs": []}
+        runs = [
+            kept(command, earlier, folders or {}) or run(command, folders, partial(started, package=package))
+            for command in recipe.commands
+        ]
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**header, "runs": runs}, indent=1) + "\n")
     return path
+
+
+def kept(command: str, earlier: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, Any] | None:
+    """The run on record of a command that has a checkout which is not there, with its commit and date."""
+    place = next((word for word in shlex.split(command) if word.startswith("CHECKOUTS/")), None)
+    if place is None or "CHECKOUTS" not in folders or (folders["CHECKOUTS"] / place.partition("/")[2]).is_dir():
+        return None
+    found = [one for one in earlier["runs"] if place in shlex.split(one["command"])]
+    return next(({"commit": earlier["commit"], "date": earlier["date"], **one} for one in found), None)
 
 
 @contextmanager
