@@ -49,7 +49,7 @@ class Recipe:
     timed    seconds matter: to be run on a quiet machine
     repeats  figures matter that are the same in every run
     source   a commit whose package is run, by the benchmarks of today; "" for today's
-    keeps    a run whose folder is not there stays as it is on record, and has its own commit and date
+    keeps    some of its runs may be done anew, and the others stay on record, with their own commit and date
     """
 
     name: str
@@ -83,7 +83,7 @@ _LAUNCHES = (
     "python benchmarks/instruments/step_syncs.py --layers 32 --stage 3",
 )
 _PEERS = "python benchmarks/peer_suites/run.py --json OUT --suite"
-_CHECKOUTS = (("transformers", ""), ("accelerate", " --minutes 8"), ("deepspeed", ""), ("trl", " --minutes 9"))
+_CHECKOUTS = (("transformers", ""), ("accelerate", " --minutes 8"), ("deepspeed", ""), ("trl", ""))
 _CARD = (
     "--minutes 0.8 --json OUT --only ceilings,streams,syncs,memory,edges,loops,speed,offload",
     "--json OUT --only parity,nccl,bits,shared,train",
@@ -247,10 +247,11 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
+def record(name: str, folders: Mapping[str, Path] | None = None, only: str = "") -> Path:
     """Run a recipe and write its file. Raises RuntimeError for code that is not committed and runs that fail.
 
     folders  what a recipe needs of `FOLDERS`
+    only     a word of the commands that are run, of a recipe that keeps the other runs
     """
     changed = _git("status", "--porcelain", "--", *MEASURED)
     if changed:
@@ -258,9 +259,11 @@ def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
     recipe = RECIPES[name]
     with _package(recipe.source) as package:
         header = _header(name) | ({"commit": recipe.source} if recipe.source else {})
-        earlier = load(name) if recipe.keeps else {"runs": []}
+        earlier = load(name) if recipe.keeps and only else {}
         runs = [
-            kept(command, earlier, folders or {}) or run(command, folders, partial(started, package=package))
+            kept(command, earlier)
+            if earlier and only not in shlex.split(command)
+            else run(command, folders, partial(started, package=package))
             for command in recipe.commands
         ]
     path = RESULTS / f"{name}.json"
@@ -268,13 +271,12 @@ def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
     return path
 
 
-def kept(command: str, earlier: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, Any] | None:
-    """The run on record of a command that has a checkout which is not there, with its commit and date."""
-    place = next((word for word in shlex.split(command) if word.startswith("CHECKOUTS/")), None)
-    if place is None or "CHECKOUTS" not in folders or (folders["CHECKOUTS"] / place.partition("/")[2]).is_dir():
-        return None
-    found = [one for one in earlier["runs"] if place in shlex.split(one["command"])]
-    return next(({"commit": earlier["commit"], "date": earlier["date"], **one} for one in found), None)
+def kept(command: str, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The run of a command that is on record, with its commit and date. Raises RuntimeError."""
+    found = [one for one in earlier["runs"] if one["command"] == command]
+    if not found:
+        raise RuntimeError(f"{command}: it is not on record, so it has to be run, too")
+    return {"commit": earlier["commit"], "date": earlier["date"], **found[0]}
 
 
 @contextmanager

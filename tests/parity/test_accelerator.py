@@ -476,7 +476,7 @@ class Stateful(torch.utils.data.DataLoader):
     use_stateful_dataloader = True
 
     def state_dict(self):
-        return {"rank": torch.distributed.get_rank()}
+        return {"rank": torch.distributed.get_rank(), "rows": len(self.dataset)}
 
 
 def saved_loaders(folder, train):
@@ -488,15 +488,18 @@ def saved_loaders(folder, train):
         model = torch.nn.Linear(4, 1)
         if train:
             accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        accelerator._dataloaders += [Stateful(Rows(4)), torch.utils.data.DataLoader(Rows(4)), Stateful(Rows(4))]
+        accelerator._dataloaders += [Stateful(Rows(4)), torch.utils.data.DataLoader(Rows(4)), Stateful(Rows(8))]
         accelerator.save_state(str(folder))
         names = sorted(path.name for path in folder.glob("dl_state_dict*"))
-        return {name: torch.load(folder / name)["rank"] for name in names}
+        return {name: tuple(torch.load(folder / name).values()) for name in names}
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_the_states_of_stateful_loaders_are_rank_0s_which_reads_for_all(ranks, tmp_path, train):
-    assert ranks(2, partial(saved_loaders, tmp_path, train)) == [{"dl_state_dict.bin": 0, "dl_state_dict_2.bin": 0}] * 2
+    assert (
+        ranks(2, partial(saved_loaders, tmp_path, train))
+        == [{"dl_state_dict.bin": (0, 4), "dl_state_dict_2.bin": (0, 8)}] * 2
+    )
 
 
 def dropped(kind, stage):
