@@ -502,6 +502,45 @@ def test_the_states_of_stateful_loaders_are_rank_0s_which_reads_for_all(ranks, t
     )
 
 
+def within_an_epoch(folder, dispatches):
+    """Losses behind a save in the middle of an epoch, and those after a load of it."""
+    with launched():
+        fresh()
+        from accelerate.utils import DataLoaderConfiguration
+
+        from zero3d.ways.huggingface.accelerate import Accelerator
+
+        choice = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatches)
+        accelerator = Accelerator(cpu=True, stage=3, dataloader_config=choice)
+        model = hf("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        loader = torch.utils.data.DataLoader(Rows(32), batch_size=2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+        def losses(save_behind=None):
+            for number, batch in enumerate(loader):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == save_behind:
+                    accelerator.save_state(str(folder))
+                yield loss.item()
+
+        first = list(losses(save_behind=2))
+        accelerator.load_state(str(folder))
+        return first[3:], list(losses())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dispatches", [True, False])
+def test_a_stateful_loader_goes_on_within_an_epoch(ranks, tmp_path, dispatches):
+    pytest.importorskip("torchdata")
+    for behind_the_save, behind_the_load in ranks(2, partial(within_an_epoch, tmp_path, dispatches)):
+        assert behind_the_save == behind_the_load
+        assert len(behind_the_load) == 5
+
+
 def dropped(kind, stage):
     """A loop that forgets a window by zero_grad, and a model beside it that is only asked."""
     with launched():

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks" / "peer_suites"))
+sys.path += [str(ROOT / "benchmarks" / "peer_suites"), str(ROOT / "benchmarks")]
+import recorded  # noqa: E402
 import two_ranks  # noqa: E402
 import verdicts  # noqa: E402
 
@@ -18,7 +19,7 @@ run = importlib.util.module_from_spec(FILE)  # tests/mutants has a run.py, too
 FILE.loader.exec_module(run)
 
 LEAST = {  # applicable tests of each suite, which never become fewer
-    "accelerate": 100,
+    "accelerate": 129,
     "deepspeed": 45,
     "fsdp2": 33,
     "transformers": 183,
@@ -256,6 +257,23 @@ def test_a_run_judges_a_checkout_and_does_not_run_what_is_not_applicable(tmp_pat
     assert failed["why"] == "AssertionError: another how"
     assert new["why"] == "skipped: needs more"
     assert "nothing runs this" not in capfd.readouterr().out
+
+
+def test_a_suite_that_is_not_run_anew_stays_on_record_with_its_commit():
+    old, older = {"command": "old", "seconds": 1}, {"command": "older", "commit": "c0", "date": "d0"}
+    earlier = {"commit": "c1", "date": "d1", "runs": [old, older]}
+    assert recorded.kept("old", earlier) == {**old, "commit": "c1", "date": "d1"}
+    assert recorded.kept("older", earlier) == older
+    with pytest.raises(RuntimeError, match="it is not on record, so it has to be run, too"):
+        recorded.kept("new", earlier)
+
+
+def test_a_test_file_that_no_line_names_is_unlisted(tmp_path):
+    (tmp_path / "tests").mkdir()
+    for name in ("test_it", "test_other", "test_new"):
+        (tmp_path / "tests" / f"{name}.py").touch()
+    found = verdicts.read(suite(tmp_path, left_out={"builds nothing": ["tests/test_other*"]}))
+    assert found.unnamed(tmp_path) == ["tests/test_new.py"]
 
 
 def test_a_run_without_a_checkout_says_what_it_takes(capsys):
