@@ -514,7 +514,7 @@ def within_an_epoch(folder, dispatches):
         accelerator = Accelerator(cpu=True, stage=3, dataloader_config=choice)
         model = hf("llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        loader = torch.utils.data.DataLoader(Rows(32), batch_size=2, shuffle=True)
+        loader = torch.utils.data.DataLoader(Rows(32), batch_size=2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
         def losses(save_behind=None):
