@@ -48,7 +48,8 @@ def suites() -> str:
         if two := run.get("two ranks"):
             counts += [two["pass"], two["fail"] + two["not run"], two[TOO], two["not applicable"], two[OVER]]
         cells = [str(count) for count in counts]
-        rows.append([WHOSE[run["suite"]], *cells, *["not run"] * (8 - len(cells))])
+        missing = "-" if run["suite"] in BY_THEMSELVES else "not run"
+        rows.append([WHOSE[run["suite"]], *cells, *[missing] * (8 - len(cells))])
     head = ["suite", "pass", "fail", "not applicable"]
     ranks = ["on 2 ranks: pass", "fail", "fail in the original, too", "not applicable there", OVER]
     return table([*head, *ranks], rows)

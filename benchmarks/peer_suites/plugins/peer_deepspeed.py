@@ -10,6 +10,7 @@ import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("DS_UNITTEST_TIMEOUT", "100")
+os.environ.setdefault("LOCAL_SIZE", "2")  # CPUs count as one device each elsewhere, and tests of two ranks are skipped
 
 import deepspeed
 import torch.multiprocessing
