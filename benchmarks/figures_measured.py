@@ -13,6 +13,7 @@ from typing import Any
 import checkpoint
 import demo_curves
 import experts
+import generation
 import hybrid_sequence
 import links
 import loading
@@ -293,6 +294,32 @@ def stream_seconds() -> str:
         for name, times in run["seconds"].items()
     ]
     return table(["", "median, s", "memory of rank 0"], rows)
+
+
+# --- generation.py --------------------------------------------------------------------------------
+
+GENERATIONS = {
+    "zero3d-2": "zero3d, stage 2",
+    "zero3d-3": "zero3d, stage 3, whole weights",
+    "zero3d-3-units": "zero3d, stage 3, each layer for each token",
+    "deepspeed-3": "DeepSpeed, stage 3, whole weights",
+    "deepspeed-3-units": "DeepSpeed, stage 3, `ds3_gather_for_generation=False`",
+}
+
+
+def generations() -> str:
+    """Seconds of a generation at stage 3, beside stage 2 and DeepSpeed."""
+    [run] = results("generation")
+    rows = [
+        [
+            GENERATIONS[name],
+            seconds([median(run["seconds"][name])]),
+            f"{ratio:.2f}x",
+            f"{run['sent'][name] / 1e6:,.1f} MB" if name in run["sent"] else "",
+        ]
+        for name, ratio in generation.ratios(run).items()
+    ]
+    return table(["a generation", "median, s", "of stage 2", "sent by a rank"], rows)
 
 
 # --- optimizers.py, the demo with each -----------------------------------------------------------
@@ -589,6 +616,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "sequence-steps": sequence_steps,
     "streams": streams,
     "stream-seconds": stream_seconds,
+    "generation": generations,
     "links-steps": links_steps,
     "links-chosen": links_chosen,
     "links-targets": links_targets,

@@ -189,6 +189,7 @@ RECIPES = {
         Recipe("hybrid-sequence", ("python benchmarks/hybrid_sequence.py --ranks 2 --rounds 7 --json OUT",)),
         Recipe("sequence", ("python benchmarks/sequence.py --ranks 2 --rounds 5 --json OUT",)),
         Recipe("stream", ("python benchmarks/stream.py --rounds 7 --json OUT",)),
+        Recipe("generation", ("python benchmarks/generation.py --rounds 5 --json OUT",)),
         Recipe("links", ("python benchmarks/links.py --rounds 5 --json OUT",)),
         Recipe("narrow-wires", ("python benchmarks/narrow_wires.py --json OUT",), timed=False),
         Recipe("qlora", ("python benchmarks/qlora.py --ranks 2 --rounds 3 --json OUT",)),

@@ -26,10 +26,13 @@ def graphs_of(model, fullgraph=True, mesh=None, **options):
     mesh = zero3d.Mesh(device="cpu", **mesh) if mesh else None
     engine = zero3d.Engine(model, mesh=mesh, compile={"backend": backend, "fullgraph": fullgraph}, **options)
     found = []
+    assert engine.compiled.graphs == 0
     for ids in BATCHES:
         engine.backward(engine(ids, labels=ids, use_cache=True).loss)
         engine.step()
         found.append(len(made))
+        assert engine.compiled.graphs == len(made)  # which is what a run says
+        assert f" in {len(made)} graph{'s' * (len(made) > 1)};" in engine.notes[-1]
     engine.close()
     return found
 

@@ -1,4 +1,4 @@
-"""TRL's SFT, DPO, reward and GRPO trainers, unmodified, after one line: `patch(stage=...)`. Needs the extra trl."""
+"""TRL's SFT, DPO, reward, GRPO and RLOO trainers, unmodified, after one line: `patch(stage=...)`. Needs the extra trl."""
 
 import json
 import sys
@@ -251,14 +251,14 @@ def test_a_reward_model_is_learned(ranks, folder):
             assert ours == pytest.approx(theirs, **CLOSE)
 
 
-def grouped(stage, folder, adapters=False, bits=32):
-    """Losses and rewards of GRPO, whose completions the model in training writes: more of the letter e is better.
+def grouped(stage, folder, adapters=False, bits=32, kind="GRPO", gather=True):
+    """Losses and rewards of GRPO or RLOO, whose completions the model in training writes: more of the letter e is better.
 
-    Its reference is a model of its own, or the base below the adapters.
+    Its reference is a model of its own, or the base below the adapters. gather: TRL's ds3_gather_for_generation.
     """
+    import trl
     from datasets import Dataset
     from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
 
     from zero3d.ways.huggingface.transformers import patch
 
@@ -269,13 +269,14 @@ def grouped(stage, folder, adapters=False, bits=32):
     try:
         with launched():
             args = arguments(
-                folder / str(stage), GRPOConfig, bf16=False, max_steps=4, num_generations=4, max_completion_length=8,
-                per_device_train_batch_size=4, learning_rate=1e-3, beta=0.1, model_init_kwargs={"dtype": "float32"},
+                folder / str(stage), getattr(trl, f"{kind}Config"), bf16=False, max_steps=4, num_generations=4,
+                max_completion_length=8, per_device_train_batch_size=4, learning_rate=1e-3, beta=0.1,
+                model_init_kwargs={"dtype": "float32"}, ds3_gather_for_generation=gather,
             )  # fmt: skip
             beside = {"quantization_config": four_bits()} if bits == 4 else {}
             beside |= {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])} if adapters else {}
             torch.manual_seed(0)  # adapters are drawn before the Trainer seeds
-            trainer = GRPOTrainer(
+            trainer = getattr(trl, f"{kind}Trainer")(
                 str(folder / "model"), reward_funcs=reward, args=args, processing_class=tokenizer(),
                 train_dataset=Dataset.from_dict({"prompt": sentences(16)}), **beside,
             )  # fmt: skip
@@ -294,6 +295,14 @@ def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder, 
         assert rewarded == pytest.approx(rewards, **CLOSE)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_whole_weights_or_units_by_use_write_the_completions_of_stage_2(ranks, folder, kind, gather):
+    wanted = ranks(2, grouped, 2, folder, False, 32, kind)
+    assert ranks(2, grouped, 3, folder, False, 32, kind, gather) == wanted
+    assert len(set(wanted[0][1])) > 1
 
 
 def test_completions_are_sampled_from_adapters_beside_four_bits(ranks, wide):

@@ -171,10 +171,11 @@ def printed_by_launch(capsys, target):
     text = capsys.readouterr().out
     if target == "k8s":
         return list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"][-1]
-    return text.replace("srun --distribution=block --kill-on-bad-exit=1 ", "") if target == "slurm" else text
+    return SRUN + text if target == "slurm" else text
 
 
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "host[0-1]",
+SRUN = 'srun() { while [[ $1 == --* ]]; do shift; done; "$@"; }\n'  # one task of it
+SLURM = {"SLURM_JOB_NAME": "zero3d-run", "SLURM_CPUS_ON_NODE": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "host[0-1]",
          "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}  # fmt: skip
 GIVEN = {  # what each launcher gives the command on node n
     "torchrun": lambda n: {"HEAD_NODE": NAMES[0]},

@@ -8,7 +8,7 @@ from tensors import tiny
 from torch import nn
 
 import zero3d
-from zero3d.activations.compilation import compiled_note
+from zero3d.activations.compilation import CompiledModules
 from zero3d.activations.recomputation import prepare_blocks
 from zero3d.models.wrappers import Compiled
 
@@ -59,10 +59,12 @@ def test_nothing_is_compiled_again_from_step_to_step(alone, name, options):
 def test_a_run_says_what_is_outside_of_graphs():
     model = hybrid("lfm2")
     prepare_blocks(model, compile="eager")
-    assert compiled_note(model).endswith("; in packed rows convolutions and scans of Lfm2ShortConv run between graphs")
+    assert CompiledModules.of(model).note.endswith(
+        "; in packed rows convolutions and scans of Lfm2ShortConv run between graphs"
+    )
     attention = tiny("llama")
     prepare_blocks(attention, compile="eager")
-    assert compiled_note(attention).endswith("pack or pad to one length")
+    assert CompiledModules.of(attention).note.endswith("pack or pad to one length")
 
 
 class Block(nn.Module):

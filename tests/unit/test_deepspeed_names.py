@@ -1,5 +1,6 @@
 """The table of DeepSpeed's names in docs/deepspeed-reference.md: what is there exists, what is not says what to use."""
 
+import logging
 import re
 from argparse import ArgumentParser
 from functools import reduce
@@ -127,6 +128,27 @@ def test_a_programs_arguments_name_the_json(tmp_path):
     assert engine.train_batch_size() == 3
 
 
+def logged():
+    """Which of these calls log on this rank."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    deepspeed.utils.logger.addHandler(handler)
+    try:
+        for ranks in (None, [], [0], [1, 0], [-1]):
+            deepspeed.log_dist(f"of {ranks}", ranks=ranks, level=logging.ERROR)
+    finally:
+        deepspeed.utils.logger.removeHandler(handler)
+    return lines
+
+
+def test_a_line_is_logged_by_the_ranks_that_are_named(ranks):
+    assert ranks(2, logged) == [
+        ["[Rank 0] of [0]", "[Rank 0] of [1, 0]", "[Rank 0] of [-1]"],
+        ["[Rank 1] of [1, 0]", "[Rank 1] of [-1]"],
+    ]
+
+
 def test_a_loader_begins_anew():
     loader = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
@@ -144,6 +166,7 @@ def test_names_of_many_programs_are_torchs_own(capsys, recwarn):
     assert torch.zeros(1, device=get_accelerator().current_device_name()).device == torch.zeros(1).device
     assert get_accelerator().Stream is torch.cpu.Stream  # the device module's
     assert deepspeed.utils.logger.name == "zero3d"
+    assert deepspeed.log_dist is deepspeed.utils.log_dist
     runtime_utils.see_memory_usage("not asked for")
     assert capsys.readouterr().out == ""
     runtime_utils.see_memory_usage("after the model", force=True)

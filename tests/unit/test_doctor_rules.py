@@ -16,7 +16,7 @@ from zero3d.tools.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, R
 from zero3d.tools.doctor.limits import judge_limits
 from zero3d.tools.doctor.network import refuse_interface
 from zero3d.tools.doctor.storage import judge_clocks, judge_disk, judge_shm, judge_space
-from zero3d.tools.doctor.together import Trip, judge_across, judge_skew, judge_trips, merge, reduce_across
+from zero3d.tools.doctor.together import Trip, judge_across, judge_skew, judge_trips, measure_across, merge
 from zero3d.tools.doctor.topology import Bridges, bridges, cards, matrix
 from zero3d.tools.doctor.versions import compare, compare_driver
 
@@ -289,7 +289,7 @@ def host(name, first=True, torch="2.13.0"):
 
 
 def found(disk, trips=None):
-    return {"host": "", "findings": {"disk": disk.as_dict()}, "trips": trips or {}, "reduced": None}
+    return {"host": "", "findings": {"disk": disk.as_dict()}, "trips": trips or {}, "reduced": None, "links": None}
 
 
 def test_hosts_that_agree_share_a_row_and_one_that_does_not_has_its_own():
@@ -327,16 +327,17 @@ def across(folder):
 
     rank = dist.get_rank()
     dist.destroy_process_group()
-    found = reduce_across(FileStore(f"{folder}/store", 2), [0, 1], rank, Request())
+    found = measure_across(FileStore(f"{folder}/store", 2), [0, 1], rank, Request())
     dist.destroy_process_group()
-    return found.as_dict()
+    assert [lower for lower, _ in found.links] == [0] * (rank == 0)
+    return found.reduced.as_dict()
 
 
 def test_first_ranks_of_two_hosts_wait_for_their_all_reduce(ranks, tmp_path):
     for found in ranks(2, across, str(tmp_path)):
         assert (found["verdict"], found["remedy"]) == (OK, "")
         assert found["figures"]["bandwidth"] * found["figures"]["seconds"] == pytest.approx(4 << 20)
-    assert reduce_across(None, [0], 0, Request()) is None  # one host
+    assert measure_across(None, [0], 0, Request()) is None  # one host
 
 
 def job(folder, ranks, words):

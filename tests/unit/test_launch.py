@@ -1,6 +1,8 @@
 """`zero3d launch`: scripts that a shell reads, a manifest that is YAML, and the page that shows them."""
 
+import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -10,8 +12,10 @@ import pytest
 import yaml
 
 from zero3d.config import Mesh
+from zero3d.memory.segments import segments_note
 from zero3d.tools.cli.launch import sizes
 from zero3d.tools.cli.main import main, parse
+from zero3d.tools.cli.rank_environment import join_environment
 from zero3d.tools.cli.train import as_words
 from zero3d.tools.cli.worker import report_output
 from zero3d.tools.cli.workers import RANKS, Worker, chosen_output, environment, ranks_here, resume_command
@@ -75,12 +79,102 @@ def test_torchrun_takes_its_options(folder, capsys, target, nodes):
     assert options.standalone is (target == "torchrun" and nodes == 1)
 
 
-def test_slurm_starts_one_task_per_gpu_and_warns_before_the_limit(folder, capsys):
-    text = launch(capsys, "slurm", "run.yaml", "--nodes", "4", "--gpus-per-node", "2")
-    assert set(re.findall(r"^#SBATCH (.+)$", text, flags=re.MULTILINE)) >= {
-        "--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--signal=TERM@300", "--requeue",
-    }  # fmt: skip
-    assert re.search(r"^srun .*--distribution=block ", text, flags=re.MULTILINE), "neighbours are on one host"
+def sbatch(text):
+    """The options of a batch script, as sbatch's manual has them; any other ends the test."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    for name in ("job-name", "time", "partition", "account", "mem", "mem-per-gpu", "output", "open-mode", "signal"):
+        parser.add_argument(f"--{name}")
+    for name in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("exclusive", "requeue"):
+        parser.add_argument(f"--{name}", action="store_true")
+    head, _, rest = text.partition("\n\n")
+    lines = head.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert all(line.startswith("#SBATCH --") for line in lines[1:])
+    assert "#SBATCH" not in rest  # sbatch reads none behind the first command
+    return {k: v for k, v in vars(parser.parse_args([line.split()[1] for line in lines[1:]])).items() if v}
+
+
+ALL_SHAPES = {
+    "8 x 1": (["--nodes", "8", "--gpus-per-node", "1"], {"nodes": 8, "ntasks_per_node": 1, "gpus_per_node": 1}),
+    "8 x 4": (["--nodes", "8", "--gpus-per-node", "4", "--partition", "gpu", "--account", "me", "--time", "2-00:00:00",
+               "--mem", "500G", "--cpus-per-task", "12"],
+              {"nodes": 8, "ntasks_per_node": 4, "gpus_per_node": 4, "partition": "gpu", "account": "me",
+               "time": "2-00:00:00", "mem": "500G", "cpus_per_task": 12}),
+    "container": (["--container", "img.sqsh", "--mount", "/data:/data"], {"nodes": 1, "gpus_per_node": 8}),
+    "shared": (["--shared", "--gpus-per-node", "1"],
+               {"exclusive": None, "cpus_per_task": 8, "mem": None, "mem_per_gpu": "64G"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ALL_SHAPES)
+def test_a_batch_script_asks_for_whole_nodes_and_warns_before_the_limit(folder, capsys, shape):
+    words, asked = ALL_SHAPES[shape]
+    text = launch(capsys, "slurm", "run.yaml", *words)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    usual = {"exclusive": True, "mem": "0", "time": "24:00:00", "signal": "TERM@300", "requeue": True}
+    assert sbatch(text).items() >= {k: v for k, v in (usual | asked).items() if v is not None}.items()
+    assert not {name for name, value in asked.items() if value is None} & set(sbatch(text))
+
+
+def run_script(folder, text, doctor=0):
+    """The exit code of a batch script under a srun that notes what it is given; `doctor` is that of the preflight."""
+    program = folder / "srun"
+    program.write_text(
+        '#!/bin/bash\n{ printf "%s\\n" "$@"; env | grep -E "^(NCCL|SRUN)_" | sort; echo; } >> calls\n'
+        f'[[ " $* " == *" doctor "* ]] && exit {doctor}\nexit 0\n'
+    )
+    program.chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NAME": "zero3d-run", "SLURM_JOB_ID": "7",
+                   "SLURM_CPUS_ON_NODE": "96", "SLURM_CPUS_PER_TASK": "12"}  # fmt: skip
+    code = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, check=False, capture_output=True)
+    return code.returncode, [call.splitlines() for call in (folder / "calls").read_text().split("\n\n") if call]
+
+
+@pytest.mark.parametrize(("words", "cores"), [([], 12), (["--gpus-per-node", "4"], 24), (["--cpus-per-task", "3"], 12)])
+def test_every_task_gets_its_share_of_cores_and_a_log(folder, capsys, words, cores):
+    code, (doctor, train) = run_script(folder, launch(capsys, "slurm", "run.yaml", *words))
+    assert code == 0
+    assert doctor[-4:-1] == ["zero3d", "doctor", "--preflight"]
+    assert {"--distribution=block", "--kill-on-bad-exit=1", "--output=zero3d-run-7/rank-%t.log"} <= set(train)
+    assert (folder / "zero3d-run-7").is_dir()
+    assert {doctor[-1], train[-1]} == {f"SRUN_CPUS_PER_TASK={cores}"}
+
+
+def test_a_preflight_that_finds_something_stops_the_job(folder, capsys):
+    code, (doctor,) = run_script(folder, launch(capsys, "slurm", "run.yaml"), doctor=1)
+    assert code == 1
+    assert "doctor" in doctor
+
+
+def test_a_job_without_a_preflight_trains_at_once(folder, capsys):
+    code, (train,) = run_script(folder, launch(capsys, "slurm", "run.yaml", "--no-preflight"), doctor=1)
+    assert code == 0
+    assert "train" in train
+
+
+def test_variables_of_nccl_reach_every_task(folder, capsys):
+    words = ["--nccl", "SOCKET_IFNAME=ib0,eth 1", "--nccl", "NCCL_IB_HCA=mlx5", "--nccl-debug"]
+    _, calls = run_script(folder, launch(capsys, "slurm", "run.yaml", *words))
+    for call in calls:
+        assert call[-5:-1] == ["NCCL_DEBUG=INFO", f"NCCL_DEBUG_FILE={folder}/zero3d-run-7/nccl-%h-%p.log",
+                               "NCCL_IB_HCA=mlx5", "NCCL_SOCKET_IFNAME=ib0,eth 1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("image", ["my image.sqsh", "docker://nvcr.io/torch:26.01", "my image.sif"])
+def test_preflight_and_training_run_in_the_container(folder, capsys, image):
+    words = ["--container", image, "--mount", "/my data:/data"]
+    _, calls = run_script(folder, launch(capsys, "slurm", "run.yaml", *words))
+    assert len(calls) == 2
+    for call in calls:
+        before = call[: call.index("zero3d")]
+        if image.endswith(".sif"):
+            assert before[-9:] == ["apptainer", "exec", "--nv", "--bind", str(folder), "--pwd", str(folder), "--bind",
+                                   "/my data:/data", image][-9:]  # fmt: skip
+        else:
+            assert before[-3:] == [f"--container-image={image}", f"--container-mounts={folder}:{folder},/my data:/data",
+                                   f"--container-workdir={folder}"]  # fmt: skip
 
 
 def test_kubernetes_pods_find_the_first_one_and_have_time_to_save(folder, capsys):
@@ -142,6 +236,15 @@ def test_a_mesh_that_says_its_dp_says_how_many_processes_there_are(mesh, asked, 
         (["slurm", "run.yaml", "--nodes", "0"], "--nodes 0"),
         (["slurm", "run.yaml", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
         (["slurm"], "CONFIG"),
+        (["slurm", "run.yaml", "--time", "tomorrow"], "--time tomorrow: type it as sbatch takes it"),
+        (["slurm", "run.yaml", "--mem", "lots"], "--mem lots: type a whole number"),
+        (["slurm", "run.yaml", "--cpus-per-task", "0"], "--cpus-per-task 0: type a whole number from 1"),
+        (["slurm", "run.yaml", "--partition", "a b"], "--partition a b: type its name"),
+        (["slurm", "run.yaml", "--mount", "/a:/b"], "add --container IMAGE"),
+        (["slurm", "run.yaml", "--container", "a.sif", "--mount", "/a"], "type FOLDER:FOLDER"),
+        (["slurm", "run.yaml", "--nccl", "DEBUG"], "--nccl DEBUG: type NAME=VALUE"),
+        (["torchrun", "run.yaml", "--partition", "gpu"], "--partition is of a batch script"),
+        (["k8s", "run.yaml", "--no-preflight"], "--no-preflight is of a batch script"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -212,6 +315,27 @@ def test_workers_get_segments_that_grow_unless_somebody_has_set_the_allocator(tm
             of_worker = environment(2, 12345, tmp_path)
             assert [name for name in ALLOCATORS if name in of_worker] == [given]
             assert of_worker[given] == "max_split_size_mb:256"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_of_other_launchers_get_them_too(monkeypatch, launcher):
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    variables = given if launcher == "torchrun" else srun
+    for known in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}):
+        monkeypatch.setattr(os, "environ", variables | known)
+        assert join_environment()
+        found = {name: os.environ[name] for name in ALLOCATORS if name in os.environ}
+        assert found == (known or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_an_engine_on_a_gpu_tells_a_program_of_ones_own(monkeypatch):
+    for name in ALLOCATORS:
+        monkeypatch.delenv(name, raising=False)
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in segments_note("cuda")
+    assert segments_note("cpu") is None
+    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "")
+    assert segments_note("cuda") is None
 
 
 def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(monkeypatch):

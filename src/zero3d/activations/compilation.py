@@ -5,12 +5,13 @@
 So compiled code holds no hook.
 
 A graph is of one shape. A batch of another one is compiled again, the second time for any length (dynamic shapes),
-whose kernels are slower: `compiled_note` says so at the start of a run.
+whose kernels are slower: `CompiledModules.note` says so at the start of a run. After its first step a line says how
+many graphs there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,18 +45,50 @@ def compile_options(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] | N
     return options if asked else None
 
 
-def compiled_note(model: nn.Module) -> str | None:
-    """Return a line with the compiled modules and the cost of other shapes; None where no module is compiled."""
-    compiled = [module for module in model.modules() if is_compiled(module)]
-    if not compiled:
-        return None
-    kinds = sorted({type(module).__name__ for module in compiled})
-    mix = sorted({type(mixer).__name__ for module in compiled for mixer in mixers(module).values()})
-    outside = f"; in packed rows convolutions and scans of {', '.join(mix)} run between graphs" if mix else ""
-    return (
-        f"compiled: {len(compiled)} x {', '.join(kinds)}, one graph a kind; a batch of another shape compiles again, "
-        f"the second time for any length, whose kernels are slower (dynamic shapes): pack or pad to one length{outside}"
-    )
+class CompiledModules:
+    """Counts the graphs that torch.compile makes while an engine's compiled modules run.
+
+    Graphs of flex_attention count, too, as do those of other compiled models that run meanwhile in this process.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._before = modules, _graphs_made()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CompiledModules | None:
+        """Return those of a model; None where there is none."""
+        compiled = [module for module in model.modules() if is_compiled(module)]
+        return cls(compiled) if compiled else None
+
+    @property
+    def graphs(self) -> int:
+        """How many there are by now; 0 before the first step, which compiles."""
+        return max(0, _graphs_made() - self._before)
+
+    @property
+    def counted(self) -> str:
+        """Return modules and graphs in words."""
+        kinds = ", ".join(sorted({type(module).__name__ for module in self._modules}))
+        made = f" in {self.graphs} graph{'' if self.graphs == 1 else 's'}" if self.graphs else ""
+        return f"compiled: {len(self._modules)} x {kinds}{made}"
+
+    @property
+    def note(self) -> str:
+        """Return these, and what other shapes cost."""
+        mix = sorted({type(mixer).__name__ for module in self._modules for mixer in mixers(module).values()})
+        outside = f"; in packed rows convolutions and scans of {', '.join(mix)} run between graphs" if mix else ""
+        return (
+            f"{self.counted}; a batch of another shape compiles again, the second time for any length, whose kernels "
+            f"are slower (dynamic shapes): pack or pad to one length{outside}"
+        )
+
+
+def _graphs_made() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    from torch._dynamo.utils import counters  # takes seconds to import, and is there where something is compiled
+
+    made: int = counters["stats"]["unique_graphs"]
+    return made
 
 
 def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: Any) -> None:

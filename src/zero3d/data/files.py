@@ -31,6 +31,7 @@ from zero3d.reading import Unreadable, check_regular
 from zero3d.stores.urls import is_url
 
 STDLIB = "stdlib"
+FILL_ME = "FILL-ME"  # in the place of data and a tokenizer, in a file that a plan has written for a preset
 HELD_OUT = "validation"  # the split of a folder with several that data.validation means
 SUFFIXES = {
     "text": (".txt", ".md", ".text", ".py"),
@@ -99,6 +100,8 @@ def check_path(path: str, format: str) -> None:
 
     A folder is read up to the first name that fits: it may be large, and ranks list it once more.
     """
+    if path == FILL_ME:
+        raise DataError(f"data.train={FILL_ME} stands for the data: name them, with data.train=FILES.")
     if path == STDLIB or not _is_folder(place := _place(path)) or not any(_may_be_read(place, format)):
         _find(path, format, "")
 

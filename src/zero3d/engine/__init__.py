@@ -36,6 +36,7 @@ traffic_formulas.py  what each axis sends, by formula
 report.py            `engine.report()`: bytes, traffic, time by part, settings, versions, as plain rows
 report_view.py       a report as tables, in a terminal and in a notebook (no torch)
 generation.py        tokens one after another
+held_weights.py      whole weights for a generation at stage 3, where every rank has room
 guards.py            copies of weights that are not there are refused
 """
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zero3d.activations.compilation import compiled_note
+from zero3d.activations.compilation import CompiledModules
 from zero3d.activations.host_slots import HostSlots
 from zero3d.activations.kept_inputs import KeptInputs, Partition, inputs_per_pass
 from zero3d.blueprint.layout import padding_warning
@@ -129,9 +129,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
         unit.weights.before_refusing.append(registry.check)
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
-    noted = (compiled_note(module), *(feature.note for feature in features))
     return Parts(
-        **vars(runtime) | {"notes": (*runtime.notes, *filter(None, noted))},
+        **vars(runtime) | {"notes": (*runtime.notes, *filter(None, (feature.note for feature in features)))},
+        compiled=CompiledModules.of(module),
         features=features,
         registry=registry,
         freezing=Freezing(runtime, features),

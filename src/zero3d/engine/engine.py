@@ -41,6 +41,7 @@ from zero3d.engine.expert_bias import ExpertBias
 from zero3d.engine.features import find, required
 from zero3d.engine.generation import Ending, check_names, check_options, generate
 from zero3d.engine.health import Health
+from zero3d.engine.held_weights import Held, hold_weights
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import KEYWORDS, Options, with_keywords
 from zero3d.engine.partition import share_random_state
@@ -110,7 +111,8 @@ class Engine:
     blueprint = Exposed(lambda parts: parts.blueprint_now)
     offload = Exposed(lambda parts: parts.offload.offload)
     offload_why = Exposed(lambda parts: parts.offload.why)
-    notes = Exposed(lambda parts: parts.notes)
+    notes = Exposed(lambda parts: parts.all_notes)
+    compiled = Exposed(lambda parts: parts.compiled)
     # axes, and what counts on them
     arena = Exposed(lambda parts: parts.axes.arena)
     traffic = Exposed(lambda parts: parts.axes.ledger)
@@ -445,6 +447,17 @@ class Engine:
             check_options(options, execution.vocabulary)
             ending = Ending.of(chunk, early=alone)
             return generate(execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
+
+    @torch.no_grad()
+    def hold_weights(self, whole: bool | None = None) -> Held:
+        """Prepare a generation by the model's own `generate`, which is called next; all ranks call it.
+
+        whole  gather all units until training goes on, so that ranks may generate different lengths; None: if every
+               rank has room for them. Else forwards without grad gather each unit by use, and ranks stay in lockstep
+        Returns what holds on all ranks, with the numbers. Moves (N-1)/N Psi elements where units are to be gathered.
+        """
+        self._parts.registry.check()
+        return hold_weights(self._parts, whole)
 
     @contextmanager
     def _evaluating(self, keep_full: bool) -> Iterator[None]:

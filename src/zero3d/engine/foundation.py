@@ -29,6 +29,7 @@ from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.cgroups import usable_cores
+from zero3d.memory.segments import segments_note
 from zero3d.models.blocks import UnitSpec, find_all_units
 from zero3d.models.chain import early_beside_blocks
 from zero3d.models.experts import compute_in_fp64
@@ -164,7 +165,8 @@ class Foundation(Resolved):
             keep_parameters(model)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
-        notes = () if options.linear is None else (str(use_fp8(model)),)
+        segments = segments_note(resolved.mesh.device.type)
+        notes = tuple(filter(None, [None if options.linear is None else str(use_fp8(model)), segments]))
         if (compiles := compile_options(options.compile)) is not None:
             compile_blocks(model, **compiles)
         policy = Policy.of(resolved.spec)

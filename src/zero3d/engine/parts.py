@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from zero3d.activations.compilation import CompiledModules
 from zero3d.activations.kept_inputs import KeptInputs
 from zero3d.checkpoint.frozen_base import FrozenBase
 from zero3d.engine.accounting import Accounts
@@ -51,7 +52,8 @@ class Parts(Runtime):
     frozen_base  the folder with the values of frozen weights; None without one
     kept       tensors of the model's folder that are not trained and that exports carry on; None without any
     originals  values of frozen parameters in the dtype in which they came
-    notes      lines for people about the compute: modules in fp8, compiled modules
+    notes      lines for people about the compute, such as modules in fp8
+    compiled   the modules that torch.compile has compiled; None without any
     changes    the engine's changes to the model's modules, to be undone
     """
 
@@ -69,7 +71,13 @@ class Parts(Runtime):
     frozen_base: FrozenBase | None
     kept: Kept | None
     originals: FrozenOriginals
+    compiled: CompiledModules | None
     changes: Changes
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The lines of `notes`, and one about compiled modules, with their graphs by now."""
+        return (*self.notes, *([] if self.compiled is None else [self.compiled.note]))
 
     @property
     def has_whole_model(self) -> bool:

@@ -117,7 +117,7 @@ class Report:
             step_traffic=None if in_step is None else _by_operation(in_step),
             times=list(rows),
             settings=list(_settings(parts)),
-            notes=[*parts.notes, *parts.offload.why],
+            notes=[*parts.all_notes, *parts.offload.why],
             versions=_versions(parts),
             axes={name: mesh.degrees.size(name) for name in Degrees._fields},
         )

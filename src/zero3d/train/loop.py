@@ -154,6 +154,8 @@ class Loop:
                 self.history.append(record)
                 metrics.write(record)
                 progress.show(record)
+                if len(self.history) == 1 and self.engine.compiled is not None:
+                    progress.say(self.engine.compiled.counted)
                 self._tell("on_step", record)
                 self._check_plan(progress)
                 tracer.step()

@@ -11,6 +11,7 @@ ckpt               checkpoints looked at and removed; ckpt_export, ckpt_import; 
 config             what a run would use, what keys mean
 report             a run's folder, read by run_folder: how it ended, settings, losses, memory; report_text for people
 launch             what starts a run on a cluster
+submission         what a job is refused for where it is submitted; slurm: a batch script
 preflight          what is refused before workers start
 rank_environment   whether this process is a launcher's worker, and which
 workers            this machine's workers as their launcher sees them

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero3d.config.hints import nearest
-from zero3d.errors import ConfigError, short
+from zero3d.errors import FAULT, ConfigError, short
 from zero3d.tools.cli.rank_environment import MOST_PORT, join_environment
 from zero3d.tools.cli.worker import quiet_environment
 
@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what the watchdog of a run has written, and examine nothing else",
     )
     parser.add_argument("--only", metavar="NAME,...", default="", help="run only these probes")
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="examine what would stop a job, on all of its hosts; exit code 1 for such findings alone",
+    )
     parser.add_argument("--json", action="store_true", help="print a line of JSON")
 
 
@@ -51,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     quiet_environment()
     if arguments.output is not None:
         return examine_run(arguments)
-    probes, request = chosen(arguments.only), request_of(arguments)
+    probes, request = chosen(arguments.only, arguments.preflight), request_of(arguments)
     if join_environment() and int(os.environ["WORLD_SIZE"]) > 1:
         return examine_hosts(arguments, probes, request)
     from rich.console import Console
@@ -72,10 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
     return conclude(arguments, findings, taken, time.monotonic() - begun)
 
 
-def chosen(only: str) -> list[Probe]:
+def chosen(only: str, preflight: bool = False) -> list[Probe]:
     """Return the probes that are asked for, in the order of the table. Raises ConfigError."""
+    from zero3d.tools.doctor.preflight import EXAMINED
     from zero3d.tools.doctor.table import PROBES
 
+    if preflight:
+        if only:
+            raise ConfigError("--preflight has probes of its own: leave --only out.")
+        return [probe for probe in PROBES if probe.name in EXAMINED]
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = [probe.name for probe in PROBES]
     for name in names:
@@ -148,6 +158,7 @@ def conclude(
     from rich.console import Console
 
     from zero3d.tools.doctor.finding import exit_code
+    from zero3d.tools.doctor.preflight import stops
     from zero3d.tools.doctor.table import PROBES
     from zero3d.tools.doctor.view import as_json, show, show_run
 
@@ -159,4 +170,9 @@ def conclude(
         for each in dead:
             show_run(each, console)
         show(findings, symptoms, seconds, console)
-    return exit_code(findings)
+    if not arguments.preflight:
+        return exit_code(findings)
+    stopping = stops(findings)
+    if stopping and not arguments.json:
+        console.print(f"this stops the job: {', '.join(stopping)}")
+    return FAULT if stopping else 0

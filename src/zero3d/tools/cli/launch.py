@@ -1,11 +1,11 @@
 """`zero3d launch TARGET CONFIG`: prints what starts `zero3d train CONFIG` on a cluster; starts nothing.
 
-slurm      a batch script: one task of srun per GPU, which zero3d joins by itself
+slurm      a batch script (slurm.py): one task of srun per GPU, which zero3d joins by itself
 k8s        a manifest: an indexed Job with one pod per node, torchrun in each, and a headless Service
 torchrun   the command line, for one node or the same on each of several
 
-What is trained stays in CONFIG and its overrides, which are checked here as far as they can be without data;
-the text carries nodes and processes only.
+What is trained stays in CONFIG and its overrides, which are checked here as far as they can be (submission.py); the
+text carries nodes and processes only, and says what could not be looked at.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ import json
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
 
-from zero3d.config import Config, degrees_of, split_words
+from zero3d.config import Config, degrees_of, given_keys, split_words
 from zero3d.distributed.degrees import least_ranks
 from zero3d.errors import ConfigError, MeshError, short
 from zero3d.spec.mesh import Mesh
+from zero3d.tools.cli import slurm as batch
 from zero3d.tools.cli.preflight import check_world
+from zero3d.tools.cli.slurm import Resources
+from zero3d.tools.cli.submission import check_submission
 from zero3d.train.setup.left_out import load_filled
 
+SLURM = "slurm"
 GPUS = 8  # per node, unless said otherwise
 PORT = 29500  # of torchrun's rendezvous
 RESTARTS = 3  # of all ranks of a node, after one has died; each goes on from the last checkpoint
@@ -36,12 +40,18 @@ GRACE = 300  # seconds between SIGTERM and SIGKILL, for the step at hand and its
 
 @dataclass(frozen=True)
 class Job:
-    """Describes what is started, and on how much."""
+    """Describes what is started, and on how much.
+
+    comments   what the model has decided of the configuration, and what could not be looked at here
+    resources  what a batch system is asked for
+    """
 
     config: str
     overrides: tuple[str, ...]
     nodes: int
     gpus: int
+    comments: tuple[str, ...] = ()
+    resources: Resources = field(default_factory=Resources)
 
     @property
     def name(self) -> str:
@@ -67,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"processes on each (default: {GPUS}, or the most below that fill whole nodes)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text in it")
+    batch.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,9 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     config, overrides = split_words(arguments.words)
     if config is None:
         raise ConfigError(f"CONFIG is missing: type zero3d launch {target} CONFIG, the YAML file of the run.")
-    loaded = load_filled(config, overrides).config
-    job = Job(config, tuple(overrides), *sizes(loaded.mesh, arguments.nodes, arguments.gpus_per_node))
-    check(job, loaded)
+    resources = batch.resources_of(arguments)
+    if target != SLURM and (others := resources.given()):
+        raise ConfigError(f"{others[0]} is of a batch script: type zero3d launch {SLURM}, or leave it out.")
+    filled = load_filled(config, overrides)
+    job = Job(config, tuple(overrides), *sizes(filled.config.mesh, arguments.nodes, arguments.gpus_per_node))
+    check(job, filled.config)
+    unchecked = check_submission(filled.config, given_keys(config, overrides))
+    job = replace(job, comments=(*filled.lines, *(f"not checked: {what}" for what in unchecked)), resources=resources)
     text = TARGETS[target](job)
     if arguments.json:
         text = json.dumps({"target": target, "nodes": job.nodes, "gpus_per_node": job.gpus, "text": text}) + "\n"
@@ -123,31 +139,17 @@ def check(job: Job, config: Config) -> None:
 
 
 def slurm(job: Job) -> str:
-    """Return a script for sbatch. Neighbours are on one host, whatever the cluster's own distribution of tasks is."""
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes}
-#SBATCH --ntasks-per-node={job.gpus}
-#SBATCH --gpus-per-node={job.gpus}
-#SBATCH --output=%x-%j.log
-#SBATCH --open-mode=append
-#SBATCH --requeue
-#SBATCH --signal=TERM@{GRACE}
-
-# Submit with your account, partition and time limit: sbatch --time=24:00:00 THIS_FILE
-# {GRACE} seconds before the limit all ranks get SIGTERM, save and stop; submitted again, the run continues.
-srun --distribution=block --kill-on-bad-exit=1 {job.command}
-"""
+    """Return a script for sbatch."""
+    return batch.script(job.name, (job.nodes, job.gpus), job.command, job.resources, job.comments, GRACE)
 
 
 def torchrun(job: Job) -> str:
     """Return a shell command."""
     if job.nodes == 1:
         options = f"--standalone --nproc-per-node={job.gpus} --max-restarts={RESTARTS}"
-        return f"torchrun {options} --no-python {job.command}\n"
+        return f"{commented(job)}torchrun {options} --no-python {job.command}\n"
     return f"""\
-# The same on each of the {job.nodes} nodes; HEAD_NODE is the name of one of them, reachable from all.
+{commented(job)}# The same on each of the {job.nodes} nodes; HEAD_NODE is the name of one of them, reachable from all.
 torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --rdzv-backend=c10d --rdzv-id={job.name} \\
   --rdzv-endpoint="${{HEAD_NODE:?}}:{PORT}" --no-python {job.command}
 """
@@ -159,7 +161,12 @@ def k8s(job: Job) -> str:
 # Set the image (with zero3d and CONFIG's folder as working directory) and the claim of a volume that
 # all pods can write; CONFIG's output belongs on that volume, /data.
 """
-    return comment + yaml.safe_dump_all([service(job), indexed_job(job)], sort_keys=False, width=1000)
+    return commented(job) + comment + yaml.safe_dump_all([service(job), indexed_job(job)], sort_keys=False, width=1000)
+
+
+def commented(job: Job) -> str:
+    """Return the job's comments, a line each."""
+    return "".join(f"# {line}\n" for line in job.comments)
 
 
 def service(job: Job) -> dict[str, object]:
@@ -215,4 +222,4 @@ def indexed_job(job: Job) -> dict[str, object]:
     }
 
 
-TARGETS: dict[str, Callable[[Job], str]] = {"slurm": slurm, "k8s": k8s, "torchrun": torchrun}
+TARGETS: dict[str, Callable[[Job], str]] = {SLURM: slurm, "k8s": k8s, "torchrun": torchrun}

@@ -19,7 +19,10 @@ from typing import Any
 import yaml
 
 from zero3d.config import Config, Model, to_dict
+from zero3d.data.files import FILL_ME
+from zero3d.data.tokenizers import BYTES, ByteTokenizer
 from zero3d.errors import ConfigError, short
+from zero3d.models.places import text_config
 from zero3d.spec.formats import FORMATS
 from zero3d.spec.optimizer import ADAMW, NAMES
 from zero3d.tools.cli import plan_theory
@@ -292,8 +295,11 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
             raise ConfigError("--emit writes a file for `zero3d train`, which needs a MODEL, not --params.")
         known = file.config.model.path if file else path
         tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
+        asks = not file and _asks_for_data(path)
+        if asks:
+            tree["data"] = {"train": FILL_ME} | tree["data"]
         tree = (file.with_plan(tree) if file else tree) | _adapters(arguments.lora)
-        texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(tree, sort_keys=False)
+        texts[arguments.emit] = plan_text.head(answer, asks) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next(
             (row for row in rows if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel), rows[0]
@@ -329,5 +335,13 @@ def _adapters(asked: str | None) -> dict[str, Any]:
 
 
 def _tokenizer(path: str) -> str | None:
-    """Return the tokenizer to write down: "bytes" for a model that comes without one."""
-    return None if Path(path).is_dir() and any(Path(path).glob("tokenizer*")) else "bytes"
+    """Return the tokenizer to write down for a model that comes without one: bytes, where its vocabulary is theirs."""
+    if Path(path).is_dir() and any(Path(path).glob("tokenizer*")):
+        return None
+    return FILL_ME if _asks_for_data(path) else BYTES
+
+
+def _asks_for_data(path: str) -> bool:
+    """Return whether a model's vocabulary is more than bytes, so that the default text teaches it nothing."""
+    vocabulary = text_config(Model(path=path)).get("vocab_size")
+    return isinstance(vocabulary, int) and vocabulary > ByteTokenizer.size

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from zero3d.errors import ConfigError, short
+from zero3d.memory.segments import ask_for_growing_segments
 
 FIRST_PORT, PORTS = 15000, 15000  # below Linux's ephemeral ports (32768) and Kubernetes' (30000)
 MOST_PORT, MOST_DIGITS = 65535, 18
@@ -30,6 +31,7 @@ ALONE = "start with torchrun or srun, or unset RANK to train on this machine alo
 def join_environment() -> bool:
     """Say whether this process is a launcher's worker; its variables are then complete in os.environ.
 
+    GPUs' memory is asked for in segments that grow (memory/segments.py), as our own launcher does.
     Raises ConfigError when RANK comes without the others, or with what are no numbers.
     """
     if "RANK" not in os.environ:
@@ -37,11 +39,13 @@ def join_environment() -> bool:
         os.environ.update(slurm)
         if slurm:
             _check_numbers(os.environ)
+            ask_for_growing_segments(os.environ)
         return bool(slurm)
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         raise ConfigError(f"RANK={short(os.environ['RANK'])} is set, but not {', '.join(missing)}: {ALONE}")
     _check_numbers(os.environ)
+    ask_for_growing_segments(os.environ)
     return True
 
 

@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 from zero3d.config import Mesh, degrees_of
 from zero3d.distributed.degrees import SLOT, least_ranks
 from zero3d.errors import FAULT
+from zero3d.memory.segments import ask_for_growing_segments
 from zero3d.tools.cli.oom import describe_kill, oom_kills
 from zero3d.tools.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
 from zero3d.train.stop import BEFORE, SIGNALS, Stopped, StopRequest
@@ -50,7 +51,6 @@ POLL = 0.05  # seconds between two looks at the workers
 DIED, BLAMED = "died without an exception", "ended by the watchdog"
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
 BACKLOG = 2048  # workers that may connect at once, as torch has it
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # older names last
 MOST_READ = 1 << 20  # bytes of a file that a worker leaves
 LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
@@ -174,8 +174,7 @@ def environment(ranks: int, port: int, watched: Path) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     shared.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
-    if not any(name in shared for name in ALLOCATOR):  # of accelerators: less is reserved that nothing fits into
-        shared[ALLOCATOR[0]] = "expandable_segments:True"
+    ask_for_growing_segments(shared)
     if sys.platform == "linux":
         for library in ("GLOO", "NCCL"):  # who listen on an outer interface otherwise
             shared.setdefault(f"{library}_SOCKET_IFNAME", "lo")

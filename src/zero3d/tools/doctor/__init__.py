@@ -10,9 +10,11 @@ versions      packages that must fit together
 devices       GPUs, peer-to-peer, NCCL, ACS, pinned memory; topology: what nvidia-smi and lspci print
 allreduce     an all-reduce among processes of this machine
 network       interfaces, hosts, ports
+adapters      InfiniBand and RoCE
 storage       /dev/shm, disk, free space, clocks
 limits        limits of a process, leftovers of dead runs
-together      the hosts of a launcher's job, one with another
+together      the hosts of a launcher's job, one with another; links: the pace between each two neighbours
+preflight     which findings stop a job
 dead_run      the watchdog's file of a run
 view          a table for people, JSON for programs
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from zero3d.errors import ConfigError, short
-from zero3d.tools.doctor.finding import BROKEN, Finding, Request
+from zero3d.tools.doctor.finding import BROKEN, UNANSWERED, Finding, Request
 from zero3d.tools.doctor.table import Probe
 
 START = 30.0  # seconds until a process has begun its first probe: busy machines import slowly
@@ -132,7 +132,8 @@ def _lines(process: subprocess.Popen[bytes]) -> queue.Queue[dict[str, Any] | Non
 
 def _unanswered(probe: Probe, limit: float) -> Finding:
     text = f"no answer in {limit:g} s: it hangs, or this machine is very busy"
-    return Finding(BROKEN, text, f"try it alone: zero3d doctor --only {probe.name}; if it still hangs: {probe.remedy}")
+    remedy = f"try it alone: zero3d doctor --only {probe.name}; if it still hangs: {probe.remedy}"
+    return Finding(BROKEN, text, remedy, {UNANSWERED: limit})
 
 
 def _crashed(process: subprocess.Popen[bytes], errors: IO[bytes]) -> Finding:

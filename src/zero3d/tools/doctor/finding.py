@@ -17,6 +17,7 @@ from zero3d.errors import FAULT
 
 OK, WARNING, BROKEN, SKIPPED = "ok", "warning", "broken", "skipped"
 VERDICTS = (OK, SKIPPED, WARNING, BROKEN)  # the worst last
+UNANSWERED = "unanswered"  # in figures: seconds in which no answer came, which a busy machine may have caused
 MIB, GIB = 1 << 20, 1 << 30
 
 

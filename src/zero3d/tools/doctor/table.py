@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero3d.tools.doctor import allreduce, devices, limits, network, storage, versions
+from zero3d.tools.doctor import adapters, allreduce, devices, limits, network, storage, versions
 from zero3d.tools.doctor.finding import Finding, Request
 
 
@@ -97,6 +97,13 @@ PROBES = (
         "interfaces that are up, with addresses and speed; the requested one; the address of this host's name",
         "GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME, or --interface NAME to try one here",
         network.interfaces,
+    ),
+    Probe(
+        "hcas",
+        "several nodes are slow together; NCCL: no device found",
+        "ports of InfiniBand and RoCE adapters: which are up, at what rate, which NCCL_IB_HCA means; nvidia_peermem",
+        "NCCL_IB_HCA with the ports that are up; ibstat; modprobe nvidia-peermem",
+        adapters.adapters,
     ),
     Probe(
         "hosts",

@@ -2,7 +2,7 @@
 
 every rank     says in the launcher's store who it is; those that never come are named
 first ranks    one a host: examine their own host, answer and ask each other over sockets (time there and back, whose
-               clock is off), then reduce with each other
+               clock is off), then reduce with each other, and pass bytes to their neighbours (links.py)
 rank 0         gathers what they found: a row where all hosts agree, one for each that does not
 
 Sockets are on the interface that is asked for, else where this host's name leads, else towards MASTER_ADDR.
@@ -27,7 +27,19 @@ from typing import Any
 from zero3d.errors import Zero3dError
 from zero3d.tools.doctor.allreduce import against, timed_sum
 from zero3d.tools.doctor.examine import examine
-from zero3d.tools.doctor.finding import BROKEN, OK, SKIPPED, VERDICTS, WARNING, Finding, Request, environment, rate
+from zero3d.tools.doctor.finding import (
+    BROKEN,
+    OK,
+    SKIPPED,
+    UNANSWERED,
+    VERDICTS,
+    WARNING,
+    Finding,
+    Request,
+    environment,
+    rate,
+)
+from zero3d.tools.doctor.links import Link, backend, judge_links, links
 from zero3d.tools.doctor.network import address_of_name, source_of
 from zero3d.tools.doctor.table import Probe
 from zero3d.tools.doctor.versions import installed
@@ -39,8 +51,17 @@ BYTES, REPEATS = 4 << 20, 3  # 10 s in all on a link of 10 Mbit/s
 EXAMINED = 150.0  # in which a host must have told what it found
 SKEW, SLOW_TRIP = 1.0, 20.0  # seconds; milliseconds
 TIME = struct.Struct("!d")
+HCAS = "hcas"
 PACKAGES = ("zero3d", "torch", "transformers", "numpy")
 Said = dict[int, dict[str, Any]]  # rank -> what it says of itself
+
+
+@dataclass(frozen=True)
+class Across:
+    """What the first ranks of all hosts measured together. links: None where nothing was reduced, a text: a fault."""
+
+    reduced: Finding
+    links: Sequence[Link] | str | None
 
 
 @dataclass(frozen=True)
@@ -84,13 +105,14 @@ def together(probes: Sequence[Probe], request: Request) -> dict[str, Finding] | 
     with ThreadPoolExecutor(1) as pool:
         examined = pool.submit(examine, list(probes), replace(request, port=0))
         trips = ask_all(leaders, rank)
-        reduced = reduce_across(store, sorted(leaders), rank, request) if len(ranks) == world else None
+        across = measure_across(store, sorted(leaders), rank, request) if len(ranks) == world else None
         found = {name: each.finding.as_dict() for name, each in examined.result().items()}
     told = {
         "host": me["host"],
         "findings": found,
         "trips": {str(peer): vars(trip) for peer, trip in trips.items()},
-        "reduced": reduced.as_dict() if reduced is not None else None,
+        "reduced": across.reduced.as_dict() if across is not None else None,
+        "links": across.links if across is not None else None,
     }
     store.set(f"doctor/found/{rank}", json.dumps(told))
     if rank != 0:
@@ -174,36 +196,43 @@ def _receive(peer: socket.socket, size: int) -> bytes:
     return data
 
 
-def reduce_across(store: Any, ranks: list[int], rank: int, request: Request) -> Finding | None:
-    """Reduce among the first ranks of all hosts over gloo; None for one host."""
+def measure_across(store: Any, ranks: list[int], rank: int, request: Request) -> Across | None:
+    """Reduce among the first ranks of all hosts over gloo, then time what neighbours pass; None for one host."""
     if len(ranks) == 1:
         return None
     if request.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = request.interface
-    results: list[tuple[float, bool] | str] = []
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", request.interface)
+    reduced: list[tuple[float, bool] | str] = []
+    timed: list[Sequence[Link] | str] = []
 
     def work() -> None:
         import torch
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import PrefixStore
 
+        into: list[Any] = reduced
         try:
             dist.init_process_group(
-                "gloo",
+                backend(),
                 store=PrefixStore("doctor/across", store),
                 rank=ranks.index(rank),
                 world_size=len(ranks),
                 timeout=timedelta(seconds=REDUCE),
             )
-            results.append(timed_sum(dist.all_reduce, torch.empty(BYTES // 4), rank, ranks, REPEATS))
+            reduced.append(timed_sum(dist.all_reduce, torch.empty(BYTES // 4), rank, ranks, REPEATS))
+            into = timed
+            timed.append(links(ranks.index(rank), len(ranks)))
         except Exception as error:  # noqa: BLE001 (a finding)
-            results.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+            into.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(REDUCE)
-    result = results[0] if results else f"no answer in {REDUCE:.0f} s"
-    return judge_across(result, len(ranks), request)
+    thread.join(2 * REDUCE)
+    silent = f"no answer in {REDUCE:.0f} s"
+    result = reduced[0] if reduced else silent
+    passed = (timed[0] if timed else silent) if isinstance(result, tuple) else None
+    return Across(judge_across(result, len(ranks), request), passed)
 
 
 def judge_across(result: tuple[float, bool] | str, hosts: int, request: Request) -> Finding:
@@ -247,7 +276,11 @@ def merge(told: Said, ranks: Said, world: int) -> dict[str, Finding]:
         reduced = [Finding(**each["reduced"]) for each in told.values() if each["reduced"] is not None]
         if reduced:
             rows["all-reduce between"] = max(reduced, key=lambda each: VERDICTS.index(each.verdict))
+        if passed := [each["links"] for each in told.values() if each["links"] is not None]:
+            rows["links between"] = judge_links(passed, [said["host"] for _, said in sorted(leaders.items())])
     findings = {rank: {name: Finding(**tree) for name, tree in each["findings"].items()} for rank, each in told.items()}
+    if len(leaders) > 1:
+        rows |= judge_adapters({leaders[rank]["host"]: each[HCAS] for rank, each in findings.items() if HCAS in each})
     for name in next(iter(findings.values()), {}):
         rows |= rows_of(name, {rank: each[name] for rank, each in findings.items()}, leaders)
     return rows
@@ -276,7 +309,7 @@ def judge_ranks(told: Said, ranks: Said, world: int) -> Finding:
         )
     if silent:
         text = f"{ranks[silent[0]]['host']} (rank {silent[0]}) did not tell what it found in {EXAMINED:.0f} s"
-        return Finding(BROKEN, text, "zero3d doctor on that host alone", figures)
+        return Finding(BROKEN, text, "zero3d doctor on that host alone", figures | {UNANSWERED: EXAMINED})
     hosts = [said["host"] for said in ranks.values() if said["first"]]
     return Finding(
         OK,
@@ -297,6 +330,18 @@ def judge_alike(leaders: Said) -> Finding:
     if unlike:
         return Finding(BROKEN, "; ".join(unlike), "install the same versions on all hosts")
     return Finding(OK, f"{len(leaders)} hosts have the same versions of Python, {', '.join(PACKAGES)}")
+
+
+def judge_adapters(found: Mapping[str, Finding]) -> dict[str, Finding]:
+    """Return a row where hosts have unlike numbers or rates of adapters, by host name."""
+    by_ports: dict[tuple[str, ...], list[str]] = {}
+    for host, finding in found.items():
+        rates = sorted(port.partition(" ")[2] for port in finding.figures.get("ports", []))
+        by_ports.setdefault(tuple(rates), []).append(host)
+    if len(by_ports) < 2:
+        return {}
+    listed = "; ".join(f"{len(rates)} on {', '.join(hosts[:3])}" for rates, hosts in by_ports.items())
+    return {"hcas alike": Finding(WARNING, f"adapters that are up differ: {listed}", "the slowest host sets the pace")}
 
 
 def judge_trips(trips: Mapping[tuple[int, int], Trip], hosts: Mapping[int, str]) -> Finding:

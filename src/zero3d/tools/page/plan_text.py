@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from zero3d.data.files import FILL_ME
 from zero3d.distributed.degrees import AXES, FOLDS
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
@@ -414,8 +415,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def head(answer: Answer) -> str:
-    """Write the comment at the top of an emitted file."""
+def head(answer: Answer, asks: bool) -> str:
+    """Write the comment at the top of an emitted file. asks: its data are to be filled in."""
     plan, estimate = answer.best.plan, answer.best.estimate
     nodes = f" --nodes {answer.cluster.nodes}" if answer.cluster.nodes > 1 else ""
     return (
@@ -424,7 +425,12 @@ def head(answer: Answer) -> str:
         f"step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
         f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.per_node}\n"
         "# output is a folder that all machines share; "
-        "data.train is the text of Python's standard library until you say data.train: FILES\n"
+        + (
+            f"{FILL_ME} stands for your data, and for the folder of the model's tokenizer (leave it out for token ids "
+            "in .npy files)\n"
+            if asks
+            else "data.train is the text of Python's standard library until you say data.train: FILES\n"
+        )
     )
 
 

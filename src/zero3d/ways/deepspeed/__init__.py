@@ -46,6 +46,7 @@ _PLACES = {
     **dict.fromkeys(("initialize", "init_distributed", "add_config_arguments"), "drop_in"),
     "DeepSpeedEngine": "engine",
     "get_accelerator": "accelerator",
+    "log_dist": "utils",
 }
 
 

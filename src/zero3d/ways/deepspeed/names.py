@@ -28,7 +28,6 @@ _NAMES = {  # what to use: the names; NAME.* is a module of DeepSpeed's with all
     "use torch.device('meta') and zero3d.Engine(weights=...), or build the model on the CPU": "OnDevice utils.OnDevice",
     "use engine.generate, which trains and generates with one engine": "DeepSpeedHybridEngine",
     "use the model's own layers, with model.attn=sdpa": "DeepSpeedTransformerLayer",
-    "use logging on the rank with torch.distributed.get_rank() == 0": "log_dist utils.log_dist",
     "use torch.optim, or name the optimizer in the JSON": (
         "ops.lion.* ops.lamb.* ops.adagrad.* ops.muon.* ops.op_builder.*"
     ),

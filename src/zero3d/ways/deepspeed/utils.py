@@ -1,16 +1,17 @@
-"""deepspeed.utils for programs: fp32 parameters, gradients and states of a parameter as whole tensors; a loader anew.
+"""deepspeed.utils for programs: fp32 parameters, gradients and states of a parameter as whole tensors; a loader; logs.
 
-All ranks call each of these together, with the parameter that `engine.module` has. Those of no engine give None, as in
-DeepSpeed.
+All ranks call those of parameters together, with the parameter that `engine.module` has. Those of no engine give None,
+as in DeepSpeed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
@@ -19,6 +20,14 @@ from zero3d.ways.deepspeed.owners import Owned, engine_of
 
 __path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
 logger = logging.getLogger("zero3d")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on these ranks, [-1]: on all. As in DeepSpeed, none of several logs it without `ranks`."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    named = ranks or []
+    if rank < 0 or rank in named or -1 in named[:1]:
+        logger.log(level, "[Rank %d] %s", rank, message)
 
 
 @torch.no_grad()

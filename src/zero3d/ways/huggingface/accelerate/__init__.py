@@ -1,6 +1,7 @@
 """Accelerate's loops on our engine: `Accelerator` in place of `accelerate.Accelerator`.
 
 accelerator.py  prepare, backward, clipping, states: a subclass
+generation.py   generate: whole weights where they fit
 gradient_reads.py  reads of `p.grad` between two backwards of a step
 compiled.py     models that torch.compile has wrapped already
 keywords.py     what is passed on to the engine, checked at once

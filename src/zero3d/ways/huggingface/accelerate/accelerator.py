@@ -36,6 +36,7 @@ from zero3d.precision import Precision
 from zero3d.spec.offload import Offload
 from zero3d.ways.checkpoints.plain import schedule_in
 from zero3d.ways.huggingface.accelerate.compiled import is_compiled, uncompiled
+from zero3d.ways.huggingface.accelerate.generation import generation
 from zero3d.ways.huggingface.accelerate.keywords import autocast_of, check_keywords
 from zero3d.ways.huggingface.accelerate.local_sgd import leave_alike, no_sync_of
 from zero3d.ways.huggingface.accelerate.meeting import WAITS, Meeting
@@ -89,6 +90,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     parallelism_config  Accelerate's, of which are taken sp_size: the sequence axis, whose ranks are handed the same
                         data; and dp_replicate_size with dp_shard_size: states are cut over some neighbours alone.
                         None: as `accelerate launch --use_parallelism_config` was told
+    gather_for_generation  whether `generate` at stage 3 gathers the whole weights before the first token, or each layer
+                        for each token; None: whole ones where every rank has room for them
     others           Accelerate's own
     Ranks that torchrun starts on CPUs are processes of it without `cpu=True`, too. Raises ConfigError for plugins that
     shard in another way, a stage or an option that there is not, and a state made before that knows of fewer processes.
@@ -101,6 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         mixed_precision: str | None = None,
         parallelism_config: Any = None,
+        gather_for_generation: bool | None = None,
         **others: Any,
     ) -> None:
         if asked := [name for name in OTHERS if others.get(name) is not None]:
@@ -127,6 +131,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.dataloader_config.dispatch_batches = False
         self._stage = stage
         self._options = options
+        self._gather = gather_for_generation
         self._precision = chosen
         handler = self.autocast_handler
         self._autocast = autocast_of(chosen != "no" and (handler is None or handler.enabled), options)
@@ -319,7 +324,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         engine.put("load_state_dict", load_state_dict)
         alone = engine.dp.size == 1 or (engine.stage < 3 and engine.sequence is None)
         if not alone and hasattr(model, "generate"):
-            engine.put("generate", _generation(engine, getattr(model, "generate")))  # noqa: B009
+            own = getattr(model, "generate")  # noqa: B009
+            engine.put("generate", generation(engine, own, self._gather, self.is_main_process))
 
     def _precision_of(self, model: nn.Module) -> str:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -644,21 +650,6 @@ def introduced(engine: Engine) -> str:
     return (
         f"zero3d: ZeRO stage {engine.stage}, {ranks}, {states / 1e6:,.1f} MB of model states on rank {engine.mesh.rank}"
     )
-
-
-def _generation(engine: Engine, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model's generate: of whole sequences on every rank, and at stage 3 in step, as units are gathered."""
-    shared, blanks = engine.sequence, engine.blanks
-
-    def generate_whole(*args: Any, **options: Any) -> Any:
-        together = {"synced_gpus": True} if engine.stage == 3 else {}
-        with (
-            nullcontext() if shared is None else shared.whole(),
-            nullcontext() if blanks is None else blanks.generating(options),
-        ):
-            return generate(*args, **together | options)
-
-    return generate_whole
 
 
 class PartsScheduler(AcceleratedScheduler):  # type: ignore[misc]

@@ -42,10 +42,14 @@ SCHEDULE, NORM = "lr_scheduler", "max_grad_norm"  # of a trainer, in what the en
 
 @dataclass(frozen=True)
 class Choice:
-    """How a trainer shards. stage: of ZeRO; options: more of `zero3d.Engine`. Raises ConfigError."""
+    """How a trainer shards. stage: of ZeRO; options: more of `zero3d.Engine`. Raises ConfigError.
+
+    gather_for_generation  as of `Accelerator`
+    """
 
     stage: int | None = None
     options: Mapping[str, Any] | None = None
+    gather_for_generation: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", check_keywords(self.stage, self.options, "Trainer"))
@@ -96,7 +100,10 @@ def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Tr
     if choice.stage is not None:
         stage = choice.stage
     options |= choice.options or {}
-    build = partial(TrainersAccelerator, stage=stage, options=options)
+    gather = choice.gather_for_generation
+    if gather is None and getattr(args, "ds3_gather_for_generation", None) is False:  # True is TRL's default
+        gather = False
+    build = partial(TrainersAccelerator, stage=stage, options=options, gather_for_generation=gather)
     if json is not None and args.parallelism_config is None and (sp := sequence_ranks(args, json.made.document)) > 1:
         build = partial(build, parallelism_config=ParallelismConfig(sp_size=sp))
     with _replaced(transformers.trainer, "Accelerator", build):

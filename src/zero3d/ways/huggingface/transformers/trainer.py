@@ -40,6 +40,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     stage    of ZeRO; 3, or what TrainingArguments(deepspeed="ds.json") says
     options  more of `zero3d.Engine`, such as {"offload": {"optimizer": "host"}, "master": "split"}
+    gather_for_generation  whether `generate` at stage 3 gathers the whole weights before the first token, or each layer
+             for each token; None: as TRL's ds3_gather_for_generation says, or whole ones where every rank has room
     given    transformers' own
     Launched by torchrun, a process per device. Raises ConfigError.
     """
@@ -47,9 +49,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     zero3d = Choice()
 
     def __init__(
-        self, *given: Any, stage: int | None = None, options: Mapping[str, Any] | None = None, **named: Any
+        self,
+        *given: Any,
+        stage: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        gather_for_generation: bool | None = None,
+        **named: Any,
     ) -> None:
-        self.zero3d = Choice(stage, options)
+        self.zero3d = Choice(stage, options, gather_for_generation)
         super().__init__(*given, **named)
 
 
@@ -57,13 +64,15 @@ _put(transformers.TrainingArguments, {"__post_init__": without_json})
 _put(Trainer, SEAMS)
 
 
-def patch(stage: int | None = None, options: Mapping[str, Any] | None = None) -> Callable[[], None]:
+def patch(
+    stage: int | None = None, options: Mapping[str, Any] | None = None, gather_for_generation: bool | None = None
+) -> Callable[[], None]:
     """Have transformers.Trainer and every subclass of it, such as TRL's, train on our engine; return what undoes it.
 
-    stage, options  as of `Trainer`
+    stage, options, gather_for_generation  as of `Trainer`
     A second call replaces the choice of the first; one that is refused changes nothing.
     """
-    base, choice = transformers.Trainer, Choice(stage, options)
+    base, choice = transformers.Trainer, Choice(stage, options, gather_for_generation)
     undo: Callable[[], None] | None = getattr(base, "zero3d_undo", None)
     if undo is None:
         put_back = _put(base, SEAMS)
