@@ -4,8 +4,8 @@
 
     result   what the command printed: JSON where it prints or writes that, else text
 
-All runs of a file are of one commit, the one that was checked out: `record` refuses to run code that is not
-committed. A file is written when all of its runs are done.
+All runs of a file are of one commit, the one that was checked out, but for those that name another (`Recipe.keeps`):
+`record` refuses to run code that is not committed. A file is written when all of its runs are done.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Recipe:
     timed    seconds matter: to be run on a quiet machine
     repeats  figures matter that are the same in every run
     source   a commit whose package is run, by the benchmarks of today; "" for today's
+    keeps    some of its runs may be done anew, and the others stay on record, with their own commit and date
     """
 
     name: str
@@ -56,6 +57,7 @@ class Recipe:
     timed: bool = True
     repeats: bool = False
     source: str = ""
+    keeps: bool = False
 
 
 def trains(*words: str) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ _LAUNCHES = (
     "python benchmarks/instruments/step_syncs.py --layers 32 --stage 3",
 )
 _PEERS = "python benchmarks/peer_suites/run.py --json OUT --suite"
-_CHECKOUTS = ("transformers", "accelerate", "deepspeed", "trl")
+_CHECKOUTS = (("transformers", ""), ("accelerate", " --minutes 8"), ("deepspeed", ""), ("trl", ""))
 _CARD = (
     "--minutes 0.8 --json OUT --only ceilings,streams,syncs,memory,edges,loops,speed,offload",
     "--json OUT --only parity,nccl,bits,shared,train",
@@ -225,8 +227,9 @@ RECIPES = {
         ),
         Recipe(
             "peer-suites",
-            (f"{_PEERS} fsdp2", *(f"{_PEERS} {name} --checkout CHECKOUTS/{name}" for name in _CHECKOUTS)),
+            (f"{_PEERS} fsdp2", *(f"{_PEERS} {name} --checkout CHECKOUTS/{name}{more}" for name, more in _CHECKOUTS)),
             timed=False,
+            keeps=True,
         ),
         Recipe("gpu", tuple(f"python benchmarks/gpu_check.py {words}" for words in _CARD), timed=False),
         Recipe("gpu-features", (f"python benchmarks/gpu_check.py {_CARD_FEATURES}",), timed=False),
@@ -245,10 +248,11 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
+def record(name: str, folders: Mapping[str, Path] | None = None, only: str = "") -> Path:
     """Run a recipe and write its file. Raises RuntimeError for code that is not committed and runs that fail.
 
     folders  what a recipe needs of `FOLDERS`
+    only     a word of the commands that are run, of a recipe that keeps the other runs
     """
     changed = _git("status", "--porcelain", "--", *MEASURED)
     if changed:
@@ -256,10 +260,24 @@ def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
     recipe = RECIPES[name]
     with _package(recipe.source) as package:
         header = _header(name) | ({"commit": recipe.source} if recipe.source else {})
-        runs = [run(command, folders, partial(started, package=package)) for command in recipe.commands]
+        earlier = load(name) if recipe.keeps and only else {}
+        runs = [
+            kept(command, earlier)
+            if earlier and only not in shlex.split(command)
+            else run(command, folders, partial(started, package=package))
+            for command in recipe.commands
+        ]
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**header, "runs": runs}, indent=1) + "\n")
     return path
+
+
+def kept(command: str, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The run of a command that is on record, with its commit and date. Raises RuntimeError."""
+    found = [one for one in earlier["runs"] if one["command"] == command]
+    if not found:
+        raise RuntimeError(f"{command}: it is not on record, so it has to be run, too")
+    return {"commit": earlier["commit"], "date": earlier["date"], **found[0]}
 
 
 @contextmanager

@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, write, or both."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", metavar="NAME,...", default="", help=f"{', '.join([*GROUPS, *RECIPES])}")
+    parser.add_argument("--only", metavar="WORD", default="", help="of peer-suites: this suite alone, the others stay")
     parser.add_argument("--write", action="store_true", help="write the READMEs and docs")
     parser.add_argument(
         "--tables", type=lambda text: Path(text).resolve(), help="folder of published tables, for planner-accuracy"
@@ -95,7 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.tables is not None and not any(arguments.tables.glob("*.csv")):
         parser.error(f"--tables {arguments.tables}: this folder has no published table (*.csv)")
     given = {"TABLES": arguments.tables, "CHECKOUTS": arguments.checkouts}
-    failed = [name for name in names if not _ran(name, {key: path for key, path in given.items() if path is not None})]
+    failed = [
+        name
+        for name in names
+        if not _ran(name, {key: path for key, path in given.items() if path is not None}, arguments.only)
+    ]
     if arguments.write:
         for path in DOCUMENTS:
             path.write_text(written(path.read_text()))
@@ -109,11 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bool(failed)
 
 
-def _ran(name: str, folders: Mapping[str, Path]) -> bool:
+def _ran(name: str, folders: Mapping[str, Path], only: str) -> bool:
     """Record one recipe and say how long it took; the others go on where it fails."""
     begun = time.monotonic()
     try:
-        path = record(name, folders)
+        path = record(name, folders, only)
     except RuntimeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return False

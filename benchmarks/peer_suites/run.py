@@ -2,12 +2,17 @@
 
     python benchmarks/peer_suites/run.py --suite transformers --checkout ~/transformers [--json OUT]
     python benchmarks/peer_suites/run.py --suite transformers --checkout ~/transformers --plain     without us
+    python benchmarks/peer_suites/run.py --suite accelerate --checkout ~/accelerate --minutes 12    on two ranks, too
     python benchmarks/peer_suites/run.py --suite fsdp2                                              no checkout
 
 Prints pass, fail, not run and not applicable by reason; suites/NAME.yaml lists which test is what, and names the
 repository and the installed library. Without --json the exit code is 1 where a test that applies did not pass, or one
 is unlisted. Nothing is downloaded. Beside the peers themselves their tests need pytest-timeout, parameterized,
-datasets, deepspeed and tensorboard.
+datasets, deepspeed, tensorboard and torchdata.
+
+With --minutes, tests that have built an engine of ours run a second time on two ranks at stage 3 (two_ranks.py), in the
+order of their ids' hashes as long as there is time. Those that fail by reading a weight, which is cut there, have
+weights gathered (plugins/gathered.py), and those that still fail run once more with the peer as it is.
 """
 
 from __future__ import annotations
@@ -18,11 +23,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from verdicts import BAD, SUITES, Suite, judge, names, read, summary
+import two_ranks
+from verdicts import BAD, SUITES, Suite, Verdict, judge, judge_ranks, names, outcomes_of, read, summary
 
 HERE = Path(__file__).parent
 US = {
@@ -33,6 +41,8 @@ US = {
 }
 HELP = {"trl": ["local_hub"]}  # needed with and without us
 ERROR, FOLDERS = re.compile(r"[\w.]*(Error|Exception|Failed|Exit)\b: *\S"), re.compile(r"(?<!\S)/(\S*/)+")
+FIRST = 0.6  # of the minutes are for all tests, and the rest for those that fail
+READ = "ReleasedParameterError"  # raised where a test reads a weight at stage 3, outside of a forward
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 
 
@@ -46,52 +56,92 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="run also what is not applicable")
     parser.add_argument("--select", default="", metavar="WORD", help="only these tests, as pytest's -k")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a test, with pytest-timeout installed")
+    parser.add_argument("--minutes", type=float, default=0.0, help="for tests that train, on two ranks at stage 3")
     parser.add_argument("--json", type=Path, help="write verdicts there")
     arguments = parser.parse_args(argv)
     suite = read(SUITES / f"{arguments.suite}.yaml")
+    ranks: dict[str, Any] = {}
     if not suite.files:
         outcomes = _own(suite)
     elif arguments.checkout is None or not (arguments.checkout / suite.files[0]).is_file():
         parser.error(f"--checkout {arguments.checkout}: no {suite.files[0]} is there; it takes {suite.checkout}")
     else:
-        outcomes = _theirs(suite, arguments)
+        with TemporaryDirectory(prefix="zero3d-peers-") as folder:
+            outcomes, trained = _theirs(suite, arguments, Path(folder))
+            if arguments.minutes:
+                ranks = _on_two_ranks(suite, arguments, Path(folder), [test for test in trained if test in outcomes])
     verdicts = judge(suite, outcomes)
     if arguments.select:
         verdicts = [one for one in verdicts if one.test in outcomes]
     counts = summary(verdicts)
-    for one in verdicts:
-        if one.verdict in BAD:
-            print(f"{one.verdict}: {one.test}\n    {one.why}\n")
-    print(json.dumps(counts, indent=1))
+    bad = [one for one in verdicts if one.verdict in BAD]
+    for one in [*bad, *ranks.get("bad", ())]:
+        print(f"{one.verdict}: {one.test}\n    {one.why}\n")
+    print(json.dumps({**counts, **{key: value for key, value in ranks.items() if key != "bad"}}, indent=1))
     if arguments.json:
-        bad = [{**vars(one), "why": error_of(one.why)} for one in verdicts if one.verdict in BAD]
         found = {"suite": suite.path.stem, "library": suite.library, "checkout": suite.checkout}
-        arguments.json.write_text(json.dumps({**found, **counts, "bad": bad}, indent=1) + "\n")
+        found |= {"installed": _installed(suite.library), "left out": suite.left_out}
+        more = {"two ranks": {**ranks, "bad": _shortened(ranks["bad"])}} if ranks else {}
+        arguments.json.write_text(json.dumps({**found, **counts, "bad": _shortened(bad), **more}, indent=1) + "\n")
         return 0
-    return int(any(one.verdict in BAD for one in verdicts))
+    return int(bool(bad or ranks.get("bad")))
 
 
-def _theirs(suite: Suite, arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """Run a peer's files, each in a process of its own, and return what became of every test."""
-    chosen = ["record", *HELP.get(suite.path.stem, ()), *([] if arguments.plain else [US[suite.path.stem]])]
-    with TemporaryDirectory(prefix="zero3d-peers-") as folder:
-        record = Path(folder) / "lines"
-        record.touch()
-        environment = {**os.environ, **OFFLINE, "HF_HOME": folder, "PEER_RECORD": str(record)}
-        if arguments.stage is not None:
-            environment["PEER_STAGE"] = str(arguments.stage)
-        environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        if not arguments.all:
-            environment["PEER_SUITE"] = str(suite.path)
-        words = [word for name in chosen for word in ("-p", f"plugins.{name}")]
-        words += ["-o", "addopts=", "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
-        words += ["-k", arguments.select] if arguments.select else []
-        if _has("pytest_timeout"):
-            words += ["--timeout", str(arguments.timeout)]
-        for file in suite.files:
-            print(f"--- {file}", flush=True)
-            subprocess.run([sys.executable, "-m", "pytest", file, *words], cwd=arguments.checkout, env=environment)
-        return outcomes_of(record.read_text())
+def _theirs(suite: Suite, arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Run a peer's files, each in a process of its own; return what became of every test, and which built an engine."""
+    record = folder / "lines"
+    record.touch()
+    environment = {**_environment(folder), "PEER_RECORD": str(record)}
+    if arguments.stage is not None:
+        environment["PEER_STAGE"] = str(arguments.stage)
+    if not arguments.all:
+        environment["PEER_SUITE"] = str(suite.path)
+    words = _words(suite, arguments.plain)
+    words += ["-k", arguments.select] if arguments.select else []
+    if _has("pytest_timeout"):
+        words += ["--timeout", str(arguments.timeout)]
+    for file in suite.files:
+        print(f"--- {file}", flush=True)
+        subprocess.run([sys.executable, "-m", "pytest", file, *words], cwd=arguments.checkout, env=environment)
+    text = record.read_text() + "".join(
+        json.dumps({"test": file, "outcome": "not taken", "why": "no line of the suite names this file"}) + "\n"
+        for file in suite.unnamed(arguments.checkout)
+    )
+    return outcomes_of(text), [one["test"] for one in map(json.loads, text.splitlines()) if one.get("engine")]
+
+
+def _on_two_ranks(suite: Suite, arguments: argparse.Namespace, folder: Path, tests: list[str]) -> dict[str, Any]:
+    """Run tests on two ranks, and those that fail once more without us; return counts, and verdicts under "bad"."""
+    chosen = two_ranks.in_order(test for test in set(tests) if test in suite.applicable)
+
+    until = time.monotonic() + 60 * arguments.minutes
+
+    def run(tests: Iterable[str], words: list[str], share: float = 1.0) -> dict[str, tuple[str, str]]:
+        environment = two_ranks.environment_of(_environment(folder), arguments.stage)
+        seconds = share * (until - time.monotonic())
+        return two_ranks.run(
+            two_ranks.in_order(tests), arguments.checkout, words, environment, seconds, arguments.timeout
+        )
+
+    found = run([test for test in chosen if suite.reason_on_ranks(test) is None], _words(suite, False), FIRST)
+    read = [test for test, (outcome, why) in found.items() if outcome == "failed" and READ in why]
+    gathered = run(read, [*_words(suite, False), "-p", "plugins.gathered"])
+    found |= gathered
+    theirs = run([test for test, (outcome, _) in found.items() if outcome == "failed"], _words(suite, True))
+    return {**judge_ranks(suite, chosen, found, theirs), "gathered": len(gathered)}
+
+
+def _words(suite: Suite, plain: bool) -> list[str]:
+    """Return words of pytest's command line, with our plugins or without."""
+    chosen = ["record", *HELP.get(suite.path.stem, ()), *([] if plain else [US[suite.path.stem]])]
+    words = [word for name in chosen for word in ("-p", f"plugins.{name}")]
+    return [*words, "-o", "addopts=", "--rootdir", ".", "-p", "no:cacheprovider", "-q", "--tb=short"]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return an environment without the network, and with a home of the hub's in a folder."""
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {**os.environ, **OFFLINE, "HF_HOME": str(folder), "PYTHONPATH": paths}
 
 
 def _own(suite: Suite) -> dict[str, tuple[str, str]]:
@@ -101,20 +151,26 @@ def _own(suite: Suite) -> dict[str, tuple[str, str]]:
     return {pattern: ("left out", "") for pattern, _ in suite.patterns} | fsdp2_contracts.run()
 
 
-def outcomes_of(lines: str) -> dict[str, tuple[str, str]]:
-    """Return what became of each test; one whose call passed and whose teardown failed has failed."""
-    found: dict[str, tuple[str, str]] = {}
-    for line in map(json.loads, lines.splitlines()):
-        if found.get(line["test"], ("passed",))[0] != "failed":
-            found[line["test"]] = line["outcome"], line["why"]
-    return found
-
-
 def error_of(lines: str) -> str:
     """Return the last line that has an error's name, or the last of all; folders are left out of paths."""
     every = [line.removeprefix("E ").strip() for line in lines.splitlines()] or [""]
     chosen = next((line for line in reversed(every) if ERROR.match(line)), every[-1])
     return FOLDERS.sub(".../", chosen)
+
+
+def _shortened(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    return [{**vars(one), "why": error_of(one.why)} for one in verdicts]
+
+
+def _installed(library: str) -> str:
+    """Return the library with the version that is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    name = library.partition("==")[0]
+    try:
+        return f"{name}=={version(name).partition('+')[0]}"
+    except PackageNotFoundError:
+        return library
 
 
 def _has(module: str) -> bool:

@@ -445,6 +445,102 @@ def test_an_optimizer_alone_is_pickled_and_steps_with_its_model_only():
         assert not torch.equal(accelerator.get_state_dict(model)["weight"], before)
 
 
+def of_another_model():
+    """What an optimizer of another model's parameters, a loop of one step and a save leave of a model."""
+    with launched():
+        fresh()
+        from zero3d.ways.huggingface.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, another = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+        before = copy.deepcopy(model.state_dict())
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(another.parameters(), lr=1.0))
+        accelerator.backward(prepared(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert accelerator.engine is None
+        return all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+
+
+def test_an_optimizer_of_another_model_trains_nothing_and_says_so(capsys):
+    assert of_another_model()
+    assert (
+        "zero3d: the optimizer has none of the 2 parameters of Linear: its steps train nothing"
+        in capsys.readouterr().out
+    )
+
+
+class Stateful(torch.utils.data.DataLoader):
+    """A loader whose state is its rank's, as torchdata's are where rank 0 alone reads data."""
+
+    use_stateful_dataloader = True
+
+    def state_dict(self):
+        return {"rank": torch.distributed.get_rank(), "rows": len(self.dataset)}
+
+
+def saved_loaders(folder, train):
+    with launched():
+        fresh()
+        from zero3d.ways.huggingface.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(4, 1)
+        if train:
+            accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator._dataloaders += [Stateful(Rows(4)), torch.utils.data.DataLoader(Rows(4)), Stateful(Rows(8))]
+        accelerator.save_state(str(folder))
+        names = sorted(path.name for path in folder.glob("dl_state_dict*"))
+        return {name: tuple(torch.load(folder / name).values()) for name in names}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_states_of_stateful_loaders_are_rank_0s_which_reads_for_all(ranks, tmp_path, train):
+    assert (
+        ranks(2, partial(saved_loaders, tmp_path, train))
+        == [{"dl_state_dict.bin": (0, 4), "dl_state_dict_2.bin": (0, 8)}] * 2
+    )
+
+
+def within_an_epoch(folder, dispatches):
+    """Losses behind a save in the middle of an epoch, and those after a load of it."""
+    with launched():
+        fresh()
+        from accelerate.utils import DataLoaderConfiguration
+
+        from zero3d.ways.huggingface.accelerate import Accelerator
+
+        choice = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatches)
+        accelerator = Accelerator(cpu=True, stage=3, dataloader_config=choice)
+        model = hf("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        loader = torch.utils.data.DataLoader(Rows(32), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+        def losses(save_behind=None):
+            for number, batch in enumerate(loader):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == save_behind:
+                    accelerator.save_state(str(folder))
+                yield loss.item()
+
+        first = list(losses(save_behind=2))
+        accelerator.load_state(str(folder))
+        return first[3:], list(losses())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dispatches", [True, False])
+def test_a_stateful_loader_goes_on_within_an_epoch(ranks, tmp_path, dispatches):
+    pytest.importorskip("torchdata")
+    for behind_the_save, behind_the_load in ranks(2, partial(within_an_epoch, tmp_path, dispatches)):
+        assert behind_the_save == behind_the_load
+        assert len(behind_the_load) == 5
+
+
 def dropped(kind, stage):
     """A loop that forgets a window by zero_grad, and a model beside it that is only asked."""
     with launched():

@@ -227,6 +227,16 @@ def two_losses(stage, apart, forwards):
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_backward_returns_the_loss_of_a_micro_batch_in_its_dtype(dtype):
+    bf16 = {"bf16": {"enabled": dtype == torch.bfloat16}}
+    model, tree = torch.nn.Linear(4, 1), {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4} | bf16
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=tree)[0]
+    loss = engine(torch.ones(2, 4, dtype=dtype)).square().mean()
+    assert loss.dtype == dtype
+    torch.testing.assert_close(engine.backward(loss), loss / 4, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_two_losses_of_a_micro_batch_are_their_sum(ranks, stage, forwards):

@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks" / "peer_suites"))
+sys.path += [str(ROOT / "benchmarks" / "peer_suites"), str(ROOT / "benchmarks")]
+import recorded  # noqa: E402
+import two_ranks  # noqa: E402
 import verdicts  # noqa: E402
 
 FILE = importlib.util.spec_from_file_location("run_of_peer_suites", ROOT / "benchmarks" / "peer_suites" / "run.py")
@@ -17,7 +19,7 @@ run = importlib.util.module_from_spec(FILE)  # tests/mutants has a run.py, too
 FILE.loader.exec_module(run)
 
 LEAST = {  # applicable tests of each suite, which never become fewer
-    "accelerate": 100,
+    "accelerate": 129,
     "deepspeed": 45,
     "fsdp2": 33,
     "transformers": 183,
@@ -46,6 +48,46 @@ class Tests:
 
     def test_new(self):
         pytest.skip("needs more")
+"""
+ON_TWO = """
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+RANK = int(os.environ["RANK"])
+
+def begin():
+    dist.init_process_group("gloo")
+
+def test_sums():
+    begin()
+    total = torch.tensor([RANK + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+
+def test_folder(tmp_path):
+    begin()
+    folder = Path(tempfile.mkdtemp())
+    (folder / f"from-{RANK}").touch()
+    (tmp_path / f"from-{RANK}").touch()
+    dist.barrier()
+    assert len(list(folder.iterdir())) == len(list(tmp_path.iterdir())) == 2
+
+def test_differs():
+    begin()
+    assert RANK == 0, "only rank 1"
+    dist.barrier()
+
+def test_after():
+    begin()
+    dist.barrier()
+
+def test_skipped():
+    pytest.skip("needs more")
 """
 
 
@@ -90,6 +132,7 @@ def test_brackets_of_parameters_stand_for_themselves(tmp_path):
     [
         ({"applicable": {"tests/test_it.py": ["test_a", "test_a"]}}, "tests/test_it.py::test_a is listed twice"),
         ({"reasons": {}}, "it needs applicable, checkout, files, library, not_applicable"),
+        ({"left out": {}}, "it needs applicable, checkout, files, library, not_applicable"),
     ],
 )
 def test_a_suite_that_is_not_written_right_is_refused(tmp_path, changes, why):
@@ -109,6 +152,71 @@ def test_the_summary_counts_verdicts_and_reasons(tmp_path):
     assert verdicts.summary(found) == {
         "pass": 1, "fail": 0, "not run": 1, "unlisted": 0, "not applicable": 2, "reasons": {"needs a GPU": 2},
     }  # fmt: skip
+
+
+ON_RANKS = {
+    "on_two_ranks": {"counts processes": ["*::test_b*"]},
+    "applicable": {"tests/test_it.py": ["test_a", "test_b", "test_c", "test_d", "test_e"]},
+}
+
+
+def test_a_test_on_two_ranks_passes_fails_as_the_original_does_or_had_no_time(tmp_path):
+    tests = [f"tests/test_it.py::test_{letter}" for letter in "abcde"]
+    a, _, c, d, _ = tests
+    ours = {a: ("passed", ""), c: ("failed", "E  ours"), d: ("failed", "E  theirs, too")}
+    theirs = {c: ("passed", ""), d: ("failed", "E  another line")}
+    found = verdicts.judge_ranks(verdicts.read(suite(tmp_path, **ON_RANKS)), tests, ours, theirs)
+    assert [(one.test[-1], one.verdict, one.why) for one in found.pop("bad")] == [
+        ("c", "fail", "E  ours"),
+        ("d", "fails in the original, too", "E  theirs, too"),
+    ]
+    assert found == {
+        "trains": 5, "pass": 1, "fail": 1, "not run": 0, "fails in the original, too": 1, "not applicable": 1,
+        "over the budget": 1, "reasons": {"counts processes": 1},
+    }  # fmt: skip
+
+
+def test_tests_are_drawn_by_the_hash_of_their_ids_whatever_their_order():
+    names = [f"tests/test_it.py::test_{number}" for number in range(9)]
+    drawn = two_ranks.in_order(names)
+    assert drawn == two_ranks.in_order(reversed(names))
+    assert sorted(drawn) == names != drawn
+
+
+@pytest.mark.long
+def test_two_ranks_agree_on_each_test_and_begin_anew_behind_one_that_one_of_them_ends_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(two_ranks, "GRACE", 0.0)
+    (tmp_path / "test_it.py").write_text(ON_TWO)
+    names = ["sums", "folder", "differs", "after", "skipped"]
+    words = ["-p", "plugins.record", "-q", "--rootdir", ".", "-p", "no:cacheprovider", "-o", "addopts="]
+    found = two_ranks.run(
+        [f"test_it.py::test_{name}" for name in names],
+        tmp_path,
+        words,
+        two_ranks.environment_of(run._environment(tmp_path), None),
+        budget=300,
+        seconds=120,
+    )
+    outcomes = {test.rpartition("_")[2]: outcome for test, (outcome, _) in found.items()}
+    assert outcomes == {
+        "sums": "passed", "folder": "passed", "differs": "failed", "after": "passed", "skipped": "skipped",
+    }  # fmt: skip
+    assert "only rank 1" in found["test_it.py::test_differs"][1]
+
+
+def test_without_time_nothing_is_run(tmp_path):
+    assert two_ranks.run(["test_it.py::test_a"], tmp_path, [], {}, budget=0, seconds=1) == {}
+
+
+def test_a_file_that_cannot_be_imported_counts_the_tests_that_are_written_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SUITES", tmp_path)
+    monkeypatch.setattr(run, "names", lambda: ["peer"])
+    (tmp_path / "checkout" / "tests").mkdir(parents=True)
+    (tmp_path / "checkout" / "tests" / "test_it.py").write_text(f"import no_such_module\n{FILE}")
+    suite(tmp_path, not_applicable={"imports what is not there": ["tests/test_it.py::*"]}, applicable={})
+    out = tmp_path / "out.json"
+    run.main(["--suite", "peer", "--checkout", str(tmp_path / "checkout"), "--plain", "--json", str(out)])
+    assert json.loads(out.read_text())["reasons"] == {"imports what is not there": 4}
 
 
 def test_a_test_whose_teardown_fails_has_failed():
@@ -149,6 +257,23 @@ def test_a_run_judges_a_checkout_and_does_not_run_what_is_not_applicable(tmp_pat
     assert failed["why"] == "AssertionError: another how"
     assert new["why"] == "skipped: needs more"
     assert "nothing runs this" not in capfd.readouterr().out
+
+
+def test_a_suite_that_is_not_run_anew_stays_on_record_with_its_commit():
+    old, older = {"command": "old", "seconds": 1}, {"command": "older", "commit": "c0", "date": "d0"}
+    earlier = {"commit": "c1", "date": "d1", "runs": [old, older]}
+    assert recorded.kept("old", earlier) == {**old, "commit": "c1", "date": "d1"}
+    assert recorded.kept("older", earlier) == older
+    with pytest.raises(RuntimeError, match="it is not on record, so it has to be run, too"):
+        recorded.kept("new", earlier)
+
+
+def test_a_test_file_that_no_line_names_is_unlisted(tmp_path):
+    (tmp_path / "tests").mkdir()
+    for name in ("test_it", "test_other", "test_new"):
+        (tmp_path / "tests" / f"{name}.py").touch()
+    found = verdicts.read(suite(tmp_path, left_out={"builds nothing": ["tests/test_other*"]}))
+    assert found.unnamed(tmp_path) == ["tests/test_new.py"]
 
 
 def test_a_run_without_a_checkout_says_what_it_takes(capsys):

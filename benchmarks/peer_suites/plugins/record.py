@@ -1,4 +1,7 @@
-"""Writes a line of JSON for each test, {"test", "outcome", "why"}, and leaves out what is not applicable.
+"""Writes a line of JSON for each test, {"test", "outcome", "why", "engine"}, and leaves out what is not applicable.
+
+engine says whether the test has built an engine of ours. A file that cannot be imported has a line for each test that
+is written in it.
 
 PEER_RECORD  the file of lines
 PEER_SUITE   the file of the suite whose reasons hold; without it every test runs
@@ -6,19 +9,45 @@ PEER_SUITE   the file of the suite whose reasons hold; without it every test run
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from verdicts import read
 
 LINES = 12  # of an error, from its end
+_built = [0]  # engines, in this test
 
 
 def _write(test: str, outcome: str, why: str = "") -> None:
+    line = {"test": test, "outcome": outcome, "why": why, "engine": _built[0] > 0}
     with Path(os.environ["PEER_RECORD"]).open("a") as file:
-        file.write(json.dumps({"test": test, "outcome": outcome, "why": why}) + "\n")
+        file.write(json.dumps(line) + "\n")
+
+
+def pytest_sessionstart() -> None:
+    """Count engines, where one of our plugins has imported them."""
+    if (module := sys.modules.get("zero3d.engine.engine")) is None:
+        return
+    init = module.Engine.__init__
+
+    @functools.wraps(init)
+    def counted(*given: Any, **options: Any) -> None:
+        _built[0] += 1
+        init(*given, **options)
+
+    module.Engine.__init__ = counted
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Begin a test without engines."""
+    _built[0] = 0
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,9 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Record a file that cannot be imported."""
+    """Record the tests of a file that cannot be imported."""
     if report.failed:
-        _write(report.nodeid, "failed", _last_lines(str(report.longrepr)))
+        for test in written_in(report.nodeid):
+            _write(test, "failed", _last_lines(str(report.longrepr)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -49,6 +79,21 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _write(report.nodeid, "failed", _last_lines(str(report.longrepr)))
     elif report.when == "call":
         _write(report.nodeid, "passed")
+
+
+def written_in(file: str) -> list[str]:
+    """Return the ids of the tests that a file's text has, or the file where it has none."""
+    if not Path(file).is_file():
+        return [file]
+    tree = ast.parse(Path(file).read_text())
+    owners = [(file, tree), *((f"{file}::{one.name}", one) for one in tree.body if isinstance(one, ast.ClassDef))]
+    found = [
+        f"{owner}::{one.name}"
+        for owner, part in owners
+        for one in part.body
+        if isinstance(one, ast.FunctionDef) and one.name.startswith("test")
+    ]
+    return found or [file]
 
 
 def _last_lines(text: str) -> str:

@@ -77,7 +77,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagate a micro-batch's loss, divided by the accumulation steps, and return what was back-propagated.
+        """Back-propagate a micro-batch's loss, divided by the accumulation steps, and return that, in the loss's dtype.
 
         scale_wrt_gas  False: the loss is not divided, so gradients of micro-batches are added up
         Over ranks gradients are averaged. Several losses of a micro-batch are added up; with retain_graph=True what a
@@ -94,7 +94,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
         weight = float(last and not self.engine.accumulation.reached)  # 1 per rank and step: a mean over ranks
         kept: Any = {"run": lambda total: total.backward(retain_graph=True)} if retain_graph else {}
         self.engine.backward_sum(scaled, weight, last, **kept)
-        return scaled
+        return scaled.to(loss.dtype)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Apply the step if this micro-batch was the last of it, then go on with the schedule.

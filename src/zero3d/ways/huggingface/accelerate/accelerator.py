@@ -158,11 +158,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Return the objects prepared: a model together with its optimizer as an engine's, all else as Accelerate does.
 
         A model alone is for evaluation: it is moved to the device, whole. An optimizer alone may be read and pickled,
-        and takes no step. Raises ConfigError.
+        and takes no step. One that has none of the model's parameters steps, and trains nothing of it, as torch's does.
+        Raises ConfigError.
         """
         models = [one for one in objects if isinstance(one, nn.Module)]
         optimizers = [one for one in objects if isinstance(one, Optimizer)]
-        if models and optimizers:
+        if len(models) == len(optimizers) == 1 and self._trains_nothing(models[0], optimizers[0]):
+            prepared = super().prepare_optimizer(optimizers[0])
+            objects = tuple(prepared if one is optimizers[0] else one for one in objects)
+        elif models and optimizers:
             objects = self._uncompiled(objects)
             models = [one for one in objects if isinstance(one, nn.Module)]
             if len(models) != 1 or len(optimizers) != 1:
@@ -174,6 +178,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._compiled = None  # of a model whose engine is there already
             objects = tuple(prepared if one is optimizers[0] else one for one in objects)
         return super().prepare(*objects, device_placement=device_placement)
+
+    def _trains_nothing(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has none of the model's parameters, and say so."""
+        if isinstance(optimizer, AcceleratedOptimizer) or shares(optimizer, model):
+            return False
+        if self.is_main_process:
+            print(
+                f"zero3d: the optimizer has none of the {len(list(model.parameters()))} parameters of "
+                f"{type(model).__name__}: its steps train nothing of it. Build it from model.parameters()."
+            )
+        return True
 
     def _uncompiled(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the objects, compiled models as they were before; the engine will compile their blocks."""
@@ -235,11 +250,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Return an engine's optimizer as it is, and another as one that takes no step.
+        """Return a prepared optimizer as it is, and another as one that takes no step.
 
         Raises ConfigError where its model was prepared without it.
         """
-        if not isinstance(optimizer, EngineOptimizer | LoneOptimizer):
+        if not isinstance(optimizer, AcceleratedOptimizer):
             if any(shares(optimizer, model) for model in self._models):
                 raise ConfigError(TOGETHER)
             optimizer = LoneOptimizer(optimizer)
@@ -489,14 +504,33 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
         """Write FOLDER/zero3d, a checkpoint of ours, which loads on any number of ranks, and what Accelerate writes.
 
-        Hooks of `register_save_state_pre_hook` have the engine's model, whole, and its weights among theirs.
+        Hooks of `register_save_state_pre_hook` have the engine's model, whole, and its weights among theirs. Where a
+        stateful loader is, all ranks are waited for.
         """
         if self.engine is None:
-            return super().save_state(output_dir, *args, **options)
+            folder = super().save_state(output_dir, *args, **options)
+            self._save_loaders(Path(folder))
+            return folder
         with self._without_engine(self._save_model_state_pre_hook):
             folder = super().save_state(output_dir, *args, **options)
+        self._save_loaders(Path(folder))
         save_engine(self.engine, Path(folder))
         return folder
+
+    def _save_loaders(self, folder: Path) -> None:
+        """Write the states of stateful loaders on rank 0, which reads for all ranks where it dispatches batches.
+
+        Accelerate has all ranks write the same file, and the last one's is kept.
+        """
+        loaders = list(enumerate(self._dataloaders))
+        stateful = [(number, one) for number, one in loaders if getattr(one, "use_stateful_dataloader", False)]
+        if not stateful or super().num_processes == 1:
+            return
+        self.wait_for_everyone()
+        if self.is_main_process:
+            for number, one in stateful:
+                torch.save(one.state_dict(), folder / f"dl_state_dict{f'_{number}' if number else ''}.bin")
+        self.wait_for_everyone()
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> Any:
         """Go on from what `save_state` wrote: the last one, where Accelerate names folders and none is given.
