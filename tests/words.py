@@ -28,16 +28,8 @@ from zero3d.tools.vision import tiny
 from zero3d.train.setup.support import Row, support_of
 
 ASKED = ("packing", "tp", "pp", "sp", "ep", "lora")
-BESIDE = {"packing": "apart", "lora": "lora alone", "sp of text": "text"}  # runs that are beside another one
-MESHES = {
-    "trained": {"dp": 2},
-    "lora": {"dp": 2},
-    "tp": {"tp": 2},
-    "pp": {"pp": 2},
-    "ep": {"ep": 2},
-    "sp": {"sp": 2},
-    "sp of text": {"sp": 2},
-}
+BESIDE = {"packing": "apart", "lora": "lora alone"}  # runs that are beside another one
+MESHES = {"trained": {"dp": 2}, "lora": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}, "sp": {"sp": 2}}
 LENGTHS = (11, 7, 6)  # of a row's documents
 RATE, SECONDS = 0.1, 60.0
 NEAR = 1e-5  # of a number: models compute some things in fp32
@@ -54,10 +46,10 @@ def model_of(kind):
     return tiny.tiny_model(kind) if kind in tiny.types() else tiny_types.model(kind)
 
 
-def batches(model, kind, text):
-    """Two steps of two micro-batches, with images where the type takes some and not text alone is asked for."""
+def batches(model, kind):
+    """Two steps of two micro-batches, with images where the type takes some."""
     generator = torch.Generator().manual_seed(5)
-    if kind in tiny.types() and not text:
+    if kind in tiny.types():
         return [[tiny.micro_batch(model, generator) for _ in range(2)] for _ in range(2)]
     return [[_ids(generator, (2, 13)) for _ in range(2)] for _ in range(2)]
 
@@ -98,7 +90,7 @@ def run(kind, word):
 
 
 def _trained(model, kind, word):
-    steps = documents(model) if word in ("packing", "apart") else batches(model, kind, "text" in word)
+    steps = documents(model) if word in ("packing", "apart") else batches(model, kind)
     if word == "packing":
         check_packing(model)
         steps = [[in_a_row(model, step)] for step in steps]
@@ -143,8 +135,6 @@ def words_of(kind):
     found = {"trained": Row("trained", True, "")} | {word: rows[word] for word in ASKED if word in rows}
     if "of text alone: " in found["packing"].what:  # which is refused, and runs pack text here
         del found["packing"]
-    if "sp" in found and found["sp"].what.startswith("of text alone"):
-        found["sp of text"] = found.pop("sp")
     return found
 
 

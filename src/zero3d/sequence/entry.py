@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero3d.errors import ConfigError
 from zero3d.models.document_masks import TOLD_APART
-from zero3d.models.images import is_for_towers
 from zero3d.models.packed_documents import Shared, Told, during, told
 from zero3d.models.packing import document_ends
 from zero3d.models.placeholders import LENGTH
@@ -91,12 +90,6 @@ class Entry:
             raise ConfigError(
                 "mesh.sp needs input_ids or inputs_embeds, as a keyword or as the first argument; the model was "
                 "given neither."
-            )
-        pixels = next((name for name in given if is_for_towers(name) and given[name] is not None), None)
-        if pixels is not None:
-            raise ConfigError(
-                f"mesh.sp splits sequences where {type(decoder).__name__} begins, which is given {pixels} and puts "
-                "images into whole sequences itself: train it on text alone, or type mesh.sp=1."
             )
         length = given.pop(LENGTH, self._told or whole.shape[1])
         self._check(length, given)

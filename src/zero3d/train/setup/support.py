@@ -32,7 +32,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.adapters import find_targets
-from zero3d.models.bases import decoder_of, has_tower, image_model, layer_numbers, sees_images
+from zero3d.models.bases import decoder_of, has_tower, layer_numbers, sees_images
 from zero3d.models.blocks import find_blocks
 from zero3d.models.codecs import CODECS
 from zero3d.models.image_trial import check_blank_image
@@ -147,8 +147,6 @@ def _sp(model: nn.Module) -> Row:
     check_sequence(model, 2, 1, "auto")
     heads, attention = try_rows(decoder_of(model)).heads(), _heads(model)
     most = "any" if heads is None else f"up to {heads}, as recurrences have so many heads"
-    if sees_images(model) and image_model(model) is decoder_of(model):  # which puts images into sequences itself
-        most = f"of text alone, {most}"
     return Row("sp", True, f"{most}; by heads up to {attention}" if attention else most)
 
 
