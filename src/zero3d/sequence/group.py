@@ -239,8 +239,8 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str, mixers: str
         )
     if sees_images(model) and image_model(model) is decoder:
         raise ConfigError(
-            f"mesh.sp={sp} splits sequences where the language model begins, and {type(decoder).__name__} of {kind} puts "
-            "images into whole sequences itself: type mesh.sp=1."
+            f"mesh.sp={sp} splits sequences where the language model begins, and {type(decoder).__name__} of {kind} "
+            "puts images into whole sequences itself: type mesh.sp=1."
         )
     text = decoder.config.get_text_config()
     if text._attn_implementation not in IMPLEMENTATIONS:
