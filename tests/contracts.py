@@ -6,6 +6,7 @@ without a change, or with "not bitwise" and names what was changed; a refusal ke
 
 import hashlib
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +27,18 @@ ROWS, WIDTH = 4, 24
 
 def drawn(name):
     """Whether `make test` runs a case: one in twenty of all, others for each commit."""
+    return hashed(name) % SHARE == 0
+
+
+def hashed(name):
+    """A number for a name, another one for each commit."""
+    return int(hashlib.sha256(f"{_commit()} {name}".encode()).hexdigest(), 16)
+
+
+@cache
+def _commit():
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return int(hashlib.sha256(f"{commit} {name}".encode()).hexdigest(), 16) % SHARE == 0
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 class Change(NamedTuple):

@@ -129,6 +129,7 @@ def _batches(trial: nn.Module, images: TrialImages | None) -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
     numbers = set(_numbers(trial))
     features, tokens = (None, 0) if images is None else _features(images, generator)
+    numbers |= {size for t in tensors_in(features) for size in t.shape[:-1]}  # rows of images are no sequence's
     length = next(n for n in range(tokens + TEXT, 10**6) if not {n, SEQUENCES * n} & numbers)
     ids = random_ids(trial, SEQUENCES, length, generator)
     text = Batch(ids, {"labels": ids})

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero3d.account.traffic import Moved, Sent
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
-from zero3d.models.bases import decoder_of, layer_numbers, model_of
+from zero3d.models.bases import decoder_of, image_model, layer_numbers, model_of, sees_images
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import LENGTH
 from zero3d.sequence.attention import SharedAttention
@@ -236,6 +236,11 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str, mixers: str
         raise ConfigError(
             f"mesh.sp={sp} replaces the attention of Hugging Face models, and {kind} is not one of them: type "
             "mesh.sp=1."
+        )
+    if sees_images(model) and image_model(model) is decoder:
+        raise ConfigError(
+            f"mesh.sp={sp} splits sequences where the language model begins, and {type(decoder).__name__} of {kind} "
+            "puts images into whole sequences itself: type mesh.sp=1."
         )
     text = decoder.config.get_text_config()
     if text._attn_implementation not in IMPLEMENTATIONS:

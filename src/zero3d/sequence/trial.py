@@ -48,6 +48,7 @@ LENGTH, CUT = 33, 18  # no part is as long as widths are
 SHORT, PADDED = 9, 3  # of sequences from which positions are told
 WAVE = 0.37
 NAME = "sequence_trial"
+BIAS = "position_bias"  # option of attention functions: a number for each query and key
 _ONE_TRIAL = Lock()  # has that name: ranks may be threads of one process
 OF_A_KIND = 2
 PAIRS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # functions that also return a state
@@ -136,6 +137,8 @@ def try_rows(decoder: Any) -> Tried:
                 seen.end(functional_call(decoder, state, (), part)[0])
             if seen.mixing is None:
                 seen.compare_backwards(generator)
+        except ConfigError:
+            raise
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
             raise ConfigError(
                 f"mesh.sp tests whether attention alone mixes the tokens of a sequence, but {kind} fails on {LENGTH} "
@@ -364,10 +367,18 @@ class _Seen:
         return whole.narrow(dim, self._rows.start, len(self._rows))
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **_: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
-        """Attend over the whole, causally; of a part return the rows of that. No gradient passes."""
+        """Attend over the whole, causally; of a part return the rows of that. No gradient passes.
+
+        Raises ConfigError where attention is given a bias of pairs of rows, and not of all keys.
+        """
         name = f"the attention of {type(module).__name__}"
+        if (bias := options.get(BIAS)) is not None and bias.shape[-1] != LENGTH:
+            raise ConfigError(
+                f"mesh.sp gives {name} rows of queries and whole sequences of keys, but its {BIAS} has "
+                "those rows for both: type mesh.sp=1."
+            )
         for what, given in (("queries", query), ("keys", key), ("values", value)):
             self.note(f"what makes {what} for {name}", given, 2, ends=True)
         call = self._call("attended")

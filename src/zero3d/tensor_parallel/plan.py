@@ -40,6 +40,7 @@ from torch import nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
+from zero3d.models.mixing import is_mixer_class
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.models.plan_names import fits, in_other_chunk, is_of_tower, names_in, roots
@@ -131,7 +132,23 @@ def read_plan(
     plan = _in_call_order(plan, called)
     absent = {name for name, module in model.named_modules() if isinstance(module, Placeholder)}
     plan = {name: style for name, style in plan.items() if style.kind != NONE and name not in absent}
+    _check_mixers(model, plan)
     return {name: style for name, style in plan.items() if not _is_idle(name, style, plan)}
+
+
+def _check_mixers(model: nn.Module, plan: Mapping[str, Style]) -> None:
+    """Refuse a plan that cuts the last matrix of a recurrence alone: its names are attention's. Raises ConfigError."""
+    kinds: dict[str, dict[str, str]] = {}
+    for name, style in plan.items():
+        around = name.rpartition(".")[0]
+        if is_mixer_class(type(model.get_submodule(around))):
+            kinds.setdefault(around, {})[style.kind] = name
+    for around, names in kinds.items():
+        if names.keys() <= {"rowwise", "packed_rowwise"}:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be cut over tp: its plan cuts {next(iter(names.values()))} and nothing "
+                f"before it in {around}, which gives it whole heads. Use mesh.tp=1."
+            )
 
 
 def _in_call_order(plan: Mapping[str, Style], called: Mapping[str, int]) -> dict[str, Style]:
