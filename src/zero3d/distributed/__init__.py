@@ -2,7 +2,7 @@
 
 degrees       sizes of the axes to ranks and back (no torch)
 mesh          the ranks of a run on their axes; starts torch.distributed
-devices       where a rank computes
+devices       where a rank computes; cores: near its device
 rendezvous    how the ranks of a run find each other in a store
 axis          one axis: its process groups, messages between its ranks, errors that say where
 groups        an axis' process groups: options by what they carry, and their first collective

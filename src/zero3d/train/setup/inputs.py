@@ -22,6 +22,7 @@ from zero3d.data.tokenize import Tokenizing
 from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
+from zero3d.distributed.cores import bind_to_device
 from zero3d.distributed.determinism import make_deterministic
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
@@ -82,6 +83,8 @@ def open_inputs(
     each machine tokenizes; the others wait for it as long as it takes.
     """
     mesh = open_mesh(config)
+    if (near := bind_to_device(mesh.device)) is not None:  # before anything is pinned, and threads are started
+        say(near)
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, lambda: check(mesh))
