@@ -52,7 +52,7 @@ def install_sequence(context: StyleContext) -> None:
     _check_whole(context, blocks)
     around = dict.fromkeys(name.rpartition(".")[0] for name in context.colwise if _inside(name, blocks))
     for name in around:
-        within = any(name.startswith(f"{other}.") for other in around)  # a mixer's own modules are given the whole
+        within = any(name.startswith(f"{other}.") for other in around if other not in blocks)  # given the whole there
         if name not in blocks and not within:
             gather = partial(_gather_first, context.regions, name)
             context.model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
