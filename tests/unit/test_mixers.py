@@ -29,7 +29,7 @@ MIXERS = {  # of each block, by name
     "qwen3_5_text": [["linear_attn"], ["self_attn"]],
     "qwen3_next": [["linear_attn"], ["self_attn"]],
     "recurrent_gemma": [["temporal_block"]] * 2,
-    "rwkv": [["attention"]] * 2,
+    "rwkv": [["attention", "feed_forward"]] * 2,  # which shift tokens by one, both
     "xlstm": [["mlstm_layer"]] * 2,
     "zamba2": [["mamba"], ["mamba"], ["mamba_decoder.mamba", "shared_transformer.self_attn"], ["mamba"]],
     "zaya": [["self_attn"]] * 2,

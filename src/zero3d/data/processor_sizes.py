@@ -2,14 +2,16 @@
 
 size, crop_size ...   {height, width}                  their product
                       {shortest_edge, longest_edge}    the smaller one, squared, of a square image
-                      {shortest_edge} as min_pixels    at least so many, where a class counts pixels (Qwen2-VL)
+                      {shortest_edge} as min_pixels    at least so many, where a class counts pixels (Qwen2-VL, GLM-4V)
 patch_size            x merge_size                     at least one patch, squared
 temporal_patch_size                                    as often: an image is repeated over the frames of a patch
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def check_sizes(image_processor: Any, folder: Path, files: tuple[str, ...]) -> N
 
 def _made(image_processor: Any) -> Iterator[tuple[str, int, str, int]]:
     """Yield settings, the number that decides, how many pixels it makes in words, and in numbers."""
-    counts = "min_pixels" in getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", {})
+    counts = _counts_pixels(type(image_processor))
     for key, switch in MADE_WHERE.items():
         if getattr(image_processor, switch, None) is not False:
             yield from _of_size(key, getattr(image_processor, key, None), counts)
@@ -50,6 +52,14 @@ def _made(image_processor: Any) -> Iterator[tuple[str, int, str, int]]:
         if isinstance(frames, int):
             told = f"patches of at least {side:,} x {side:,} x {frames:,} frames = {side * side * frames:,}"
             yield "temporal_patch_size", frames, told, side * side * frames
+
+
+def _counts_pixels(kind: type) -> bool:
+    """Return whether edges of a processor's size are numbers of pixels: its options, or its file, say min_pixels."""
+    files = (vars(sys.modules[each.__module__]).values() for each in kind.__mro__ if each.__module__ in sys.modules)
+    resizes = (each for file in files for each in file if inspect.isfunction(each))
+    options = getattr(getattr(kind, "valid_kwargs", None), "__annotations__", {})
+    return "min_pixels" in options or any("min_pixels" in each.__code__.co_varnames for each in resizes)
 
 
 def _of_size(key: str, size: Any, counts: bool) -> Iterator[tuple[str, int, str, int]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from threading import Lock
 from typing import Any
 
 from torch import nn
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+_ONE_PARSE = Lock()  # Python 3.11 fails where threads parse at a time (cpython#106905), and ranks may be threads
 WRAPPED = ("__func__", "__wrapped__", "func", "inner")  # attributes of methods, wrappers and partials: what they call
 
 
@@ -23,7 +25,8 @@ def code_of(forward: Any) -> Any:
 def masks_by_position(kind: type[nn.Module]) -> bool | None:
     """Return whether all masks that this class's forward makes get position_ids; None if it makes none."""
     try:
-        tree = ast.parse(textwrap.dedent(source_of(kind)))
+        with _ONE_PARSE:
+            tree = ast.parse(textwrap.dedent(source_of(kind)))
     except SyntaxError:
         return None
     makers = set(MASKS)  # and the local names that one of them was given
