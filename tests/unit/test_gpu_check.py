@@ -337,7 +337,7 @@ def test_a_part_of_every_module_holds_with_the_cpu_in_the_place_of_the_card(tmp_
     """`make campaign` runs all of them."""
     out = tmp_path / "out.json"
     kinds = {part.work.partition(":")[0]: part.name for part in reversed(gpu_check.PARTS)}
-    named = {*kinds.values(), "step", "streams.sanitizer", "weights"} - {"syncs"}  # which a CPU skips
+    named = {*kinds.values(), "step", "streams.sanitizer", "weights"} - {"syncs", "hybrids"}  # which a CPU skips
     chosen = [part.name for part in gpu_check.PARTS if part.name in named]
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu"]
     done = subprocess.run(
