@@ -77,6 +77,7 @@ DOORS = VERBS | {
     "train_batch": lambda engine, folder: engine.train_batch([{"ids": IDS}]),
     "evaluate": lambda engine, folder: engine.evaluate([{"ids": IDS}]),
     "generate": lambda engine, folder: engine.generate(IDS, 2),
+    "hold_weights": lambda engine, folder: engine.hold_weights(),
     "load": lambda engine, folder: engine.load(folder),
     "load_slots": lambda engine, folder: engine.load_slots(),
     "fingerprint": lambda engine, folder: engine.fingerprint(),

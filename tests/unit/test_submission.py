@@ -7,7 +7,7 @@ from corpora import save_tokenizer
 
 from zero3d.tools.cli.main import main
 
-SMALL = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+SMALL = {"model_type": "llama", "vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
 
 

@@ -57,6 +57,9 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:QUOTED]}".removesuffix(": ")
 
 
+OF_BYTES = 1024  # the largest vocabulary for which text is taken to be bytes, where nothing says what it is
+
+
 class ByteTokenizer:
     """Bytes as tokens; 0 is the end of a document and the padding."""
 

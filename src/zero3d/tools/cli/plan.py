@@ -20,7 +20,7 @@ import yaml
 
 from zero3d.config import Config, Model, to_dict
 from zero3d.data.files import FILL_ME
-from zero3d.data.tokenizers import BYTES, ByteTokenizer
+from zero3d.data.tokenizers import BYTES, OF_BYTES
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import text_config
 from zero3d.spec.formats import FORMATS
@@ -344,4 +344,4 @@ def _tokenizer(path: str) -> str | None:
 def _asks_for_data(path: str) -> bool:
     """Return whether a model's vocabulary is more than bytes, so that the default text teaches it nothing."""
     vocabulary = text_config(Model(path=path)).get("vocab_size")
-    return isinstance(vocabulary, int) and vocabulary > ByteTokenizer.size
+    return isinstance(vocabulary, int) and vocabulary > OF_BYTES

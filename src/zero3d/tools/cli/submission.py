@@ -18,7 +18,7 @@ from pathlib import Path
 from zero3d.config import Config
 from zero3d.config.hints import LIKE, nearest
 from zero3d.data.files import FILL_ME, STDLIB, check_path, function_of, named_formats, parts_of_data
-from zero3d.data.tokenizers import BYTES, ByteTokenizer, check_length, check_tokenizer, check_vocabulary, load_tokenizer
+from zero3d.data.tokenizers import BYTES, OF_BYTES, check_length, check_tokenizer, check_vocabulary, load_tokenizer
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import check_model_path, folder_of, is_called, named_positions, text_config
 from zero3d.models.presets import PRESETS
@@ -54,7 +54,7 @@ def _check_model(config: Config) -> Iterator[str]:
 
 
 def _check_data(config: Config, given: Collection[str]) -> Iterator[str]:
-    if TRAIN not in given and _vocabulary(config) > ByteTokenizer.size:
+    if TRAIN not in given and _vocabulary(config) > OF_BYTES:
         raise ConfigError(
             f"{TRAIN} is missing, and its default, the text of Python's standard library, is for trials: name the data "
             f"that {config.model.path} is to learn from, with {TRAIN}=FILES."

@@ -21,7 +21,7 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import RNG_STATE_NAME, parse_choice_from_env, parse_flag_from_env, patch_environment
+from accelerate.utils import RNG_STATE_NAME, parse_choice_from_env, parse_flag_from_env, patch_environment, save
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
@@ -529,7 +529,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.wait_for_everyone()
         if self.is_main_process:
             for number, one in stateful:
-                torch.save(one.state_dict(), folder / f"dl_state_dict{f'_{number}' if number else ''}.bin")
+                save(one.state_dict(), folder / f"dl_state_dict{f'_{number}' if number else ''}.bin")
         self.wait_for_everyone()
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> Any:
