@@ -97,16 +97,16 @@ def _trained(model, kind, word):
     if word.startswith("lora"):
         _adapt(model)
     mesh = zero3d.Mesh(**MESHES.get(word, {}))
-    stage = 3 if mesh.dp > 1 else 2
+    stage, rows = 3 if mesh.dp > 1 else 2, mesh.dp // mesh.sp  # ranks that share sequences have the same ones
     engine = zero3d.Engine(
         model,
         mesh=mesh,
         stage=stage,
         precision="fp32" if kind in IN_FP32 else "fp64",
         optimizer=sgd,
-        accumulate=len(steps[0]) // mesh.dp,
+        accumulate=len(steps[0]) // rows,
     )
-    mine = slice(mesh.place.dp, None, mesh.dp) if mesh.dp > 1 else slice(None)
+    mine = slice(mesh.row, None, rows)
     before, found = weights(engine), []
     for step in steps:
         found += [float(engine.train_batch(step[mine])), float(engine.last_step.grad_norm)]
@@ -211,4 +211,6 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import words  # by this name processes of the pool find what they run
+
+    sys.exit(words.main())
