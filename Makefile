@@ -8,7 +8,7 @@
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
 # make test CPU=noise  the tests as on another CPU: avx2 and default have kernels without AVX-512 or AVX2, noise draws the last
 #                bit of each matrix product (tests/cpus.py); of test-all, too. Of test-part: the part of all cases that CI runs so
-# make test-all  all tests, the longer ones too                    (40 minutes on 2 quiet cores)
+# make test-all  all tests, the longer ones too                    (more than an hour on 2 quiet cores)
 # make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
 # make sizes     lines of code of src and of its core, into CONTRIBUTING.md

@@ -62,7 +62,7 @@ class CompiledModules:
 
     @property
     def graphs(self) -> int:
-        """How many there are by now; 0 before the first step, which compiles."""
+        """Return how many graphs there are by now: 0 before the first step, which compiles."""
         return max(0, _graphs_made() - self._before)
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a generation at stage 3 holds the whole weights, or gathers them for every token; all ranks decide alike.
+"""Decides whether a generation at stage 3 holds the whole weights or gathers them for every token, on all ranks alike.
 
     whole    units are gathered before the first token, and stay until training goes on: a rank may generate as many
              tokens as it wants, as below stage 3
@@ -22,7 +22,7 @@ from zero3d.zero.hooks import KEEP
 
 
 class Held(NamedTuple):
-    """What was decided, and by which numbers.
+    """Says what was decided for a generation, and by which numbers.
 
     needed  bytes that whole weights take beside what is there, on the rank that has the least room for them; 0 where
             they were whole already

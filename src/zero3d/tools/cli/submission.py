@@ -1,4 +1,4 @@
-"""What a job is refused for where it is submitted, before it waits in a queue: what every rank would refuse.
+"""Refuses a job where it is submitted, before it waits in a queue, for what every rank would refuse.
 
     model      a preset, or a folder that is here: weights, type, heads, blocks, positions, attention
     data       files that are here; the default text is refused for a model of another vocabulary

@@ -1,4 +1,4 @@
-"""What a batch job is stopped for before it trains: `zero3d doctor --preflight`, on all of its nodes.
+"""Names the findings for which `zero3d doctor --preflight` stops a batch job before it trains.
 
 Only findings that say by themselves that the run would fail or hang. A probe that has not answered in its time may
 have been kept waiting by a busy machine, and so may a host that has not told what it found: these are shown, and stop

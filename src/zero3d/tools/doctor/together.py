@@ -58,7 +58,10 @@ Said = dict[int, dict[str, Any]]  # rank -> what it says of itself
 
 @dataclass(frozen=True)
 class Across:
-    """What the first ranks of all hosts measured together. links: None where nothing was reduced, a text: a fault."""
+    """Has what the first ranks of all hosts measured together.
+
+    links  paces; a text where passing bytes failed; None where nothing was reduced
+    """
 
     reduced: Finding
     links: Sequence[Link] | str | None

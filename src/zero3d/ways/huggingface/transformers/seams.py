@@ -42,7 +42,7 @@ SCHEDULE, NORM = "lr_scheduler", "max_grad_norm"  # of a trainer, in what the en
 
 @dataclass(frozen=True)
 class Choice:
-    """How a trainer shards. stage: of ZeRO; options: more of `zero3d.Engine`. Raises ConfigError.
+    """Says how a trainer shards. stage: of ZeRO; options: more of `zero3d.Engine`. Raises ConfigError.
 
     gather_for_generation  as of `Accelerator`
     """
