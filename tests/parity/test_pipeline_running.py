@@ -2,10 +2,12 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import blueprints
 import pytest
 import torch
+import torch.distributed as dist
 from models import batch
 from pipelines import SCHEDULES, build, engine_of, layers_for, micro_batches, modules_of, schedule_of, weights_of
 from tensors import assert_near
@@ -333,3 +335,21 @@ def test_models_and_schedules_that_do_not_fit_are_refused_with_what_to_type(rank
              "schedule='zbv', blocks='layers' are for a pipeline, and pp is 1"]  # fmt: skip
     for texts in ranks(2, build_wrongly):
         assert all(word in text for word, text in zip(words, texts, strict=True)), texts
+
+
+def sent_one_by_one(schedule):
+    """Calls of a first step that send or receive a tensor by itself, for which NCCL makes communicators of two ranks."""
+    mesh, calls = zero3d.Mesh(pp=2), []
+    engine = engine_of(build("gpt2", layers_for(2, schedule)), mesh, stage=1, schedule=schedule_of(mesh, schedule))
+
+    def noted(*_, **__):
+        calls.append(1)
+
+    with mock.patch.object(dist, "send", noted), mock.patch.object(dist, "recv", noted):
+        engine.train_batch(micro_batches(0, 0))
+    return calls
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_ranks_of_a_pipeline_do_not_vote_on_shapes_that_all_of_them_know(ranks, schedule):
+    assert ranks(2, sent_one_by_one, schedule) == [[], []]

@@ -312,6 +312,6 @@ def groups_of_a_shared_mesh(numbers):
     return found, len(groups) - 1
 
 
-@pytest.mark.parametrize(("numbers", "groups"), [((1, 1), [2, 2]), ((1, 2, 1), [2, 5, 5]), ((2, 1), [5, 5])])
+@pytest.mark.parametrize(("numbers", "groups"), [((1, 1), [2, 2]), ((1, 2, 1), [2, 3, 3]), ((2, 1), [3, 3])])
 def test_a_second_group_is_made_for_the_first_engine_that_needs_it(ranks, numbers, groups):
     assert ranks(4, groups_of_a_shared_mesh, numbers) == [(groups, 0)] * 4

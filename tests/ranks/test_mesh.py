@@ -137,7 +137,7 @@ def test_axes_meet_whatever_groups_the_caller_made_and_all_groups_can_be_destroy
     for rank, (sums, left) in enumerate(found):
         own, others = tp[rank], across[rank]
         assert sums == [others, own, 6, own, others, others, own, own, others, 6]
-        assert left == [9, 1, 0], "the default group, and two for each axis of two meshes"
+        assert left == [6, 1, 0], "the default group, and those of two meshes: one for each axis, two for dp"
 
 
 def trained_beside_groups_of_the_caller():

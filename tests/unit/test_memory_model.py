@@ -333,11 +333,26 @@ def test_exact_reductions_hold_what_arrives_and_a_tree_s_sums(plan, summand, mov
 
 
 def test_what_the_device_shows_is_reserved_blocks_and_contexts():
-    """Those of CUDA, and of NCCL on more than one rank, whatever they divide."""
-    for degrees, contexts in (({}, 0.6e9), ({"dp": 2}, 1e9), ({"tp": 2}, 1e9), ({"pp": 2, "accumulate": 2}, 1e9)):
-        found = memory(model_of(), ParallelPlan(stage=1, **degrees))
+    """Those of CUDA, and of NCCL by process groups: some of tensors, and those of a few numbers."""
+    one = {"communicators": 1}
+    for degrees, tensors, few in (
+        ({}, 0, 0),
+        ({"dp": 2}, 2, 0),
+        ({"dp": 2} | one, 1, 0),
+        ({"tp": 2}, 1, 1),
+        ({"pp": 2, "accumulate": 2}, 1, 1),
+        ({"dp": 2, "tp": 2}, 3, 1),
+        ({"dp": 2, "tp": 2, "pp": 2, "accumulate": 2}, 4, 2),
+        ({"dp": 4, "shard": 2}, 4, 0),
+        ({"dp": 4, "sp": 2}, 3, 0),
+    ):
+        found, measured = (
+            memory(model_of(), ParallelPlan(stage=1, **degrees), replace(cluster("a100-80", 8), communicator=each))
+            for each in (None, 1e9)
+        )
         assert found.reserved == pytest.approx(1.05 * found.allocated, rel=1e-12)
-        assert found.device == pytest.approx(found.reserved + contexts, rel=1e-12)
+        assert found.device == pytest.approx(found.reserved + 0.6e9 + 0.69e9 * tensors + 0.03e9 * few, rel=1e-12)
+        assert measured.device == pytest.approx(found.reserved + 0.6e9 + 1e9 * tensors + 0.03e9 * few, rel=1e-12)
 
 
 def test_a_node_s_host_has_its_processes_the_largest_slice_in_fp32_and_what_is_offloaded():

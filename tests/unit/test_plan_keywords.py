@@ -19,7 +19,7 @@ from zero3d.tools.plan.spec_json import from_json, to_json
 MODEL = gpt(8, 64, 8, 128, 32)
 KEYS = [(name, *place) for name, place in PLAN_KEYWORDS.items() if place[1]]
 NUMBERS = {"stage": [0, 1, 2], "fraction": [0.25], "dp": [4], "tp": [2], "pp": [2], "ep": [2], "sp": [2], "shard": [1],
-           "second_shard": [2]}  # fmt: skip
+           "second_shard": [2], "communicators": [1]}  # fmt: skip
 PIPELINE = ParallelPlan(dp=2, tp=2, pp=2, accumulate=4, activations="full")
 BASES = (
     *(

@@ -20,6 +20,7 @@ def test_every_card_makes_a_cluster_of_its_usual_nodes():
             "disk",
             "host_bandwidth",
             "step",
+            "communicator",
         }
 
 

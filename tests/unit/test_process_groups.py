@@ -19,6 +19,7 @@ from zero3d.distributed import axis as axis_module, groups
 from zero3d.distributed.axis import Axis, forget_note
 from zero3d.distributed.groups import GroupOptions, backend_options, options_of, warm_up
 from zero3d.distributed.mesh import usual_communicators
+from zero3d.engine.foundation import Axes
 from zero3d.tools.plan.calibrate import Sizes, calibrate
 
 MANY = 4096
@@ -50,13 +51,34 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1777, MANY - 1])
-def test_a_rank_of_4096_makes_two_groups_for_each_of_its_own_axes_and_no_others(made, rank):
+def test_a_rank_of_4096_makes_groups_for_its_own_axes_and_two_where_states_are_cut(made, rank):
     with world_of(MANY, rank):
         mesh = zero3d.Mesh(pp=8, dp=64, tp=8)
         for name in NAMES:
             mesh.axis(name)
-    assert [len(ranks) for ranks in made] == [8, 8, 8, 8, 64, 64, 64]  # of the default group's ranks there is no other
+    assert [len(ranks) for ranks in made] == [8, 8, 64, 64, 64]  # of the default group's ranks there is no other
     assert all(rank in ranks for ranks in made)
+
+
+@pytest.mark.parametrize("per_axis", [1, 2])
+@pytest.mark.parametrize(("degrees", "node", "replay"), [
+    ({"dp": 8}, None, False), ({"dp": 8}, 2, False), ({"tp": 8}, None, False), ({"pp": 2, "tp": 4}, None, False),
+    ({"pp": 2, "dp": 2, "tp": 2}, None, True), ({"dp": 8, "shard": 4}, 2, False), ({"dp": 8, "sp": 2}, None, False),
+    ({"dp": 8, "sp": 2}, None, True), ({"dp": 8, "ep": 2, "shard": 4}, None, False),
+    ({"dp": 4, "tp": 2, "ep": 2, "sp": 2}, None, True),
+])  # fmt: skip
+def test_an_engine_opens_the_groups_that_are_counted_by_degrees(degrees, node, replay, per_axis):
+    with world_of(8, rank=3):
+        mesh = zero3d.Mesh(**degrees, device="cpu")
+        mesh.communicators = per_axis
+        Axes.of(mesh, "auto", node, replay=replay)
+        opened = {axis.name: {axis.gathers, axis.reductions} for axis in mesh._axes[per_axis].values() if axis.size > 1}
+    found = {name: len(groups) for name, groups in opened.items()}
+    assert found == mesh.degrees.process_groups(per_axis, node or 1, replay)
+    several = {name for name in ("shard", "eshard") if mesh.degrees.size(name) > 1}
+    assert {name for name, count in found.items() if count == 2} == {
+        mesh.degrees.group(name) for name in several if per_axis == 2
+    }
 
 
 def test_with_one_communicator_a_rank_makes_one_group_for_each_of_its_axes(made):
@@ -158,7 +180,7 @@ def test_both_groups_of_an_axis_carry_a_number_of_all_ranks_as_soon_as_they_are_
         mesh = zero3d.Mesh(pp=3, dp=2, tp=2)
         for name in NAMES:
             axis, begun = mesh.axis(name), len(recorded)
-            wanted = [("new_group", None)] * {"world": 0, "replica": 1}.get(name, 2)
+            wanted = [("new_group", None)] * {"world": 0, "dp": 2}.get(name, 1)
             wanted += [("all_reduce", group) for group in dict.fromkeys((axis.gathers, axis.reductions))]
             assert recorded[-len(wanted) :] == wanted
             assert mesh.axis(name) is axis
@@ -176,7 +198,7 @@ def test_the_group_that_a_later_engine_adds_to_an_axis_carries_a_number_of_all_r
             begun = len(recorded)
             axis = mesh.axis(name)
             wanted = [("new_group", None), ("all_reduce", axis.gathers), ("all_reduce", axis.reductions)]
-            assert recorded[begun:] == (wanted if name in ("pp", "tp", "dp") else [])
+            assert recorded[begun:] == (wanted if name == "dp" else [])
 
 
 def test_a_monitor_hears_of_axes_of_engines_with_any_number_of_groups(monkeypatch):

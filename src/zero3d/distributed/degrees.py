@@ -80,8 +80,10 @@ FOLDS = (
     Fold("shard", "replicate", "axis of shards", cuts=False, bits="gradients are summed in other groups", usual=None),
 )
 COMPLEMENTS = {fold.complement: fold.name for fold in FOLDS}
+ROWS = "rows"  # the complement over which micro-batches travel, in a replay alone
 EXPERT_SHARD = "eshard"  # the axis of a shard group's ranks that have the same experts
 DATA = ("dp", *COMPLEMENTS, "shard", EXPERT_SHARD)  # axes over which states of units are cut, or repeated
+FEW_NUMBERS = ("world", "replica")  # axes that carry nothing else
 SLOT = "ZERO3D_SLOT"  # set by our launcher: the number of a rank's device, where it is not LOCAL_RANK
 
 
@@ -209,6 +211,28 @@ class Degrees(NamedTuple):
         if axis == "shard":
             return "dp" if self.shard is None else axis
         return "dp" if axis in COMPLEMENTS and self.size(COMPLEMENTS[axis]) == 1 else axis
+
+    def process_groups(self, per_axis: int = 2, node: int = 1, replay: bool = False) -> dict[str, int]:
+        """Return the axes of several ranks that an engine opens, in its order, and the process groups of each.
+
+        Those over which states are cut have `per_axis`: gathers of weights and reductions of gradients, which overlap
+        where there are two. On every other axis one operation follows the other.
+
+        node    ranks that keep a second shard together, as an axis "node"
+        replay  whether micro-batches travel between rows, to be computed twice
+        """
+        everyone = "dp" if self.dp == self.world else "world"
+        together = "pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica"
+        folds = [name for fold in FOLDS for name in (fold.name, fold.complement) if name != ROWS or replay]
+        opened = ("pp", "tp", "dp", everyone, together, *folds, EXPERT_SHARD)
+        names = [self.group(name) for name in opened] + ["node"] * (node > 1)
+        cut = {self.group(name) for name in ("shard", EXPERT_SHARD)}
+        sizes = {"world": self.world, "replica": self.pp * self.tp, "node": node}
+        return {
+            name: per_axis if name in cut else 1
+            for name in dict.fromkeys(names)
+            if (sizes[name] if name in sizes else self.size(name)) > 1
+        }
 
     def place(self, rank: int) -> Place:
         """Return a rank's coordinates."""

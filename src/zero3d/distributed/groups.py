@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero3d.distributed.axis import Axis, Call, backends_of
+from zero3d.distributed.degrees import FEW_NUMBERS
 from zero3d.errors import MeshError
 
 _NAMES = "zero3d/groups"  # in the store, and in what torch says of a group
@@ -46,7 +47,7 @@ class GroupOptions(NamedTuple):
 
 def options_of(axis: str) -> GroupOptions:
     """Return the options for an axis' groups, by their traffic."""
-    if axis in ("world", "replica"):
+    if axis in FEW_NUMBERS:
         return GroupOptions(channels=1)
     return GroupOptions(high_priority=axis in ("dp", "node"))
 

@@ -1,8 +1,9 @@
 """The ranks of a run on their axes: DP = world / (PP x TP), tp innermost (degrees.py has the arithmetic).
 
-Every axis of this rank has two process groups over the same ranks (axis.Axis, groups.py), or one where an engine asks
-for it (zero.communicators): a group takes device memory. Engines that share a mesh may ask for different numbers: the
-second group is made for the first engine that needs it. The groups of one rank's axes make torch's DeviceMesh.
+An axis over which states are cut has two process groups over the same ranks (axis.Axis, groups.py), or one where an
+engine asks for it (zero.communicators); every other axis has one, since a group takes device memory
+(Degrees.process_groups). Engines that share a mesh may ask for different numbers: the second group is made for the
+first engine that needs it. The groups of one rank's axes make torch's DeviceMesh.
 """
 
 from __future__ import annotations
@@ -210,9 +211,10 @@ class Mesh:
         on_host = backends_of()[self.device.type] in ("gloo", "fake")
         make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
         # On the host a group has no options, and every pair of its ranks a connection.
-        of_all = name == "world" or (on_host and size == self.world and not _has_one(name))
+        apart = name == "replica" or name.startswith("node")
+        of_all = name == "world" or (on_host and size == self.world and not apart)
         first = dist.group.WORLD if of_all else make()
-        second = first if self.communicators == 1 or _has_one(name) else make()
+        second = make() if self._has_two(name) else first
         axis = Axis(
             name, position, size, first, second, device=self.device, patience=patience, heartbeat=self.heartbeat
         )
@@ -224,9 +226,9 @@ class Mesh:
 
     def _with_groups(self, axis: Axis) -> Axis:
         """Return an axis that was opened with another number of groups, with as many as are asked for now."""
-        if axis.size == 1 or _has_one(axis.name):
+        if axis.size == 1:
             return axis
-        if self.communicators == 1:
+        if not self._has_two(axis.name):
             return replace(axis, reductions=axis.gathers)
         ranks = self._ranks(axis.name)
         axis = replace(axis, reductions=new_group(axis.name, ranks, self.device, len(ranks) == self.world))
@@ -234,6 +236,10 @@ class Mesh:
             self._watch_order(axis, ranks)
         warm_up(axis)
         return axis
+
+    def _has_two(self, name: str) -> bool:
+        """Return whether an axis has a group for gathers and another one for reductions."""
+        return self.degrees.process_groups(self.communicators).get(name) == 2
 
     def _watch_order(self, axis: Axis, ranks: Sequence[int]) -> None:
         """Compare what ranks of an axis have begun with each other when nothing moves, and end waits without end."""
@@ -307,11 +313,6 @@ class Mesh:
         if self.world == 1:
             return Axis("world", 0, 1)
         return Axis("world", self.rank, self.world, meet=self._through_the_store(name, range(self.world)))
-
-
-def _has_one(name: str) -> bool:
-    """Return whether gathers and reductions of an axis never overlap: it has one group."""
-    return name in ("world", "replica") or name.startswith("node")
 
 
 _begun: WeakSet[dist.ProcessGroup] = WeakSet()  # the world, if `start_distributed` has begun it

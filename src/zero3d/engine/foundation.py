@@ -20,7 +20,7 @@ from zero3d.blueprint.layout import Shape, UnitLayout
 from zero3d.blueprint.policy import Group, Policy, Ranks
 from zero3d.blueprint.state_spans import Updated
 from zero3d.distributed.collectives import Comm
-from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
+from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS, ROWS
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh, usual_communicators
 from zero3d.engine.options import Resolved
@@ -52,7 +52,7 @@ class Axes:
 
     model_parallel  the ranks that hold one copy of the model together
     folds           the axes that fold dp, by name: for shards dp itself, where they are all of it
-    complements     the complements of these axes, by name: dp itself where the degree is 1
+    complements     the complements of these axes, by name: dp itself where the degree is 1. Rows in a replay alone
     eshard          the ranks of a shard group that hold the same experts
     node            the neighbours on dp who keep second shards together; None where nobody does
     """
@@ -70,11 +70,12 @@ class Axes:
     node: Comm | None = None
 
     @classmethod
-    def of(cls, mesh: Mesh, reduce_scatter: str, second_shard: int | str | None = None) -> Axes:
+    def of(cls, mesh: Mesh, reduce_scatter: str, second_shard: int | str | None = None, replay: bool = False) -> Axes:
         """Open the axes of a mesh, in one order on all ranks: none is opened in the middle of a step.
 
         reduce_scatter  of gradients, over dp
         second_shard    of gathered weights, among neighbours on dp. Raises MeshError where dp has no such
+        replay          whether rows check each other's gradients
         """
         arena, ledger = mesh.make_arena(mesh.device), Ledger()
         pp, tp = (Comm(mesh.axis(name), arena, ledger) for name in ("pp", "tp"))
@@ -97,7 +98,8 @@ class Axes:
         for fold in FOLDS:
             of_all = fold.usual is None
             folds[fold.name] = of_states(fold.name) if of_all else Comm(mesh.axis(fold.name), arena, ledger)
-            complements[fold.complement] = of_states(fold.complement)
+            if fold.complement != ROWS or replay:
+                complements[fold.complement] = of_states(fold.complement)
         eshard = of_states(EXPERT_SHARD)
         together = mesh.degrees.second_shard(second_shard, per_host)
         within = folds["shard"]
@@ -157,8 +159,9 @@ class Foundation(Resolved):
     def of(cls, model: nn.Module, resolved: Resolved) -> Foundation:
         """Open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
         options, numbers = resolved.options, numbers_in(model)
-        resolved.mesh.communicators = options.zero.communicators or usual_communicators(resolved.mesh.device)
-        axes = Axes.of(resolved.mesh, options.zero.reduce_scatter, options.zero.second_shard)
+        zero = options.zero
+        resolved.mesh.communicators = zero.communicators or usual_communicators(resolved.mesh.device)
+        axes = Axes.of(resolved.mesh, zero.reduce_scatter, zero.second_shard, replay=options.replay > 0)
         if getattr(model, "peft_config", None):
             from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there
 

@@ -9,9 +9,8 @@ Training runs one of torch.distributed.pipelining's schedules. Those cut tensors
 numbers of the micro-batches instead, and each chunk looks its micro-batch up (step.py): whatever a batch holds
 reaches every chunk, and nothing is copied.
 
-A schedule is made for one number and shape of micro-batches, and in its first step all ranks vote on it, one stage
-after another. Those of the latest `KEPT` shapes are kept. They hold no memory of the device: what they receive into is
-lent for a step (messages.py).
+A schedule is made for one number and shape of micro-batches. Those of the latest `KEPT` shapes are kept. They hold no
+memory of the device: what they receive into is lent for a step (messages.py).
 """
 
 from __future__ import annotations

@@ -131,17 +131,18 @@ class Zero:
     )
     communicators: int | None = key(
         None,
-        "process groups of an axis: 2, one for gathers and one for reductions, which then overlap; or 1 for both, "
+        "process groups of an axis over which states are cut: 2, one for gathers and one for reductions, which then "
+        "overlap; or 1 for both, "
         "which takes less device memory and gives them one order on all ranks; by default 2, and 1 on ROCm and where "
         "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1",
         bits=None,
-        keyword="process groups of an axis. 2: one for gathers, one for reductions, which then overlap; 1: one for "
+        keyword="process groups of an axis over which states are cut. 2: one for gathers, one for reductions, which "
+        "then overlap; 1: one for "
         "both, in one order on all ranks, and with less device memory: a unit is then reduced when backward has left "
         "its modules, or at its end. None: 2, and 1 on ROCm and where the environment has "
         "CUDA_DEVICE_MAX_CONNECTIONS=1, alike on all ranks. The same bits",
         least=1,
         most=2,
-        in_plan=False,
     )
     exact: bool = key(
         False,

@@ -86,6 +86,8 @@ def lines(spec: ClusterSpec, path: Path, off: float) -> list[str]:
     for name, link in (("inside a node", spec.inside), ("between nodes", spec.across)):
         source = spec.provenance.get(name.split()[0] if name.startswith("inside") else "across", "datasheet")
         text.append(f"   {name:<20}{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us ({source})")
+    if spec.communicator is not None:
+        text.append(f"   a communicator      {spec.communicator / 1e6:.0f} MB of device memory")
     if spec.step is not None:
         text += [
             f"   a step, beside      {1e3 * spec.step.fixed:.3g} ms, and {1e3 * spec.step.block:.3g} ms for each block",

@@ -9,6 +9,7 @@
     inside, across          all-reduces of 64 kB to 16 MB: seconds = hops x latency + bytes / bandwidth
     host_link               copies from pinned host memory; on a CPU the memory's own
     host_bandwidth          copies in the host's memory by all ranks of a node: bytes read and written
+    communicator            bytes that the device has less of once a process group has carried a message; on devices
     disk                    a file written, synced and read again as a disk slab's is, by one rank of a node
     host_memory, memory     as the system says
 
@@ -22,6 +23,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -88,9 +90,13 @@ def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec: 
     sweeps: Sequence[Sweep] = (_products, _attention, _copies, _host_copies, _host_memory)
     rates = Rates(*(rate for sweep in sweeps for rate in _with_all(mesh, partial(sweep, device, sizes))))
     local = mesh.local_world or mesh.world
+    communicator = _communicator(mesh, max(sizes.messages))
     inside, across = _links(mesh, local, sizes.messages)
     (disk,) = _with_all(mesh, lambda: (_disk(folder, sizes.disk) if mesh.local_rank == 0 else 0.0,))
-    return _spec(mesh, rates, local, inside, across, disk)
+    spec = _spec(mesh, rates, local, inside, across, disk)
+    if communicator is None:
+        return spec
+    return replace(spec, communicator=communicator, provenance={**spec.provenance, "communicator": MEASURED})
 
 
 def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Link | None, disk: float) -> ClusterSpec:
@@ -227,6 +233,26 @@ def _disk(folder: Path, nbytes: int) -> float:
             return 2 * nbytes / seconds
     except OSError as error:
         raise ConfigError(f"calibrate writes a file of {nbytes >> 20} MB in {folder}: {error.strerror}") from error
+
+
+def _communicator(mesh: Mesh, nbytes: int) -> float | None:
+    """Return bytes of a communicator of all ranks, on the rank that has given most; None where no device has any."""
+    if mesh.on_cpu or mesh.world == 1:
+        return None
+    device, memory = mesh.device, torch.get_device_module(mesh.device)
+    message = torch.zeros(nbytes // 4, device=device)
+
+    def taken() -> float:
+        """Return bytes of the device that no tensor has."""
+        memory.synchronize(device)
+        free, total = memory.mem_get_info(device)
+        return float(total - free - memory.memory_reserved(device))
+
+    before = taken()
+    dist.all_reduce(message, group=new_group("measured", range(mesh.world), device, everyone=True))
+    most = torch.tensor(taken() - before, dtype=torch.float64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return max(0.0, float(most))
 
 
 # --- links --------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, 
 
     above  the first bound of more than these bytes will do
     """
-    return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True), above)
+    return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True), above, cluster)
 
 
 @lru_cache(maxsize=64)

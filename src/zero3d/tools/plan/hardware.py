@@ -158,7 +158,9 @@ def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
         host_bandwidth=constant("step", "host_bandwidth"),
     )
     sources = {field.name: "datasheet" for field in fields(spec) if field.name != "provenance"}
-    return replace(spec, provenance=sources | dict.fromkeys(("disk", "host_bandwidth", "step"), "assumed"))
+    return replace(
+        spec, provenance=sources | dict.fromkeys(("disk", "host_bandwidth", "step", "communicator"), "assumed")
+    )
 
 
 def _link(gb: float, where: str) -> Link:

@@ -22,7 +22,7 @@ A peak is the maximum over these, never a sum of categories' maxima; `parts` are
 activations come from `ModelSpec`'s operations (traced, or closed forms); all else from the engine's own arithmetic.
 
     reserved   1.05 x allocated: blocks of 2 MiB and fragments; an assumption until `calibrate` measures it
-    device     0.6 GB context of CUDA and libraries, 0.4 GB communicators where there is more than one rank
+    device     0.6 GB context of CUDA and libraries; NCCL's communicators, by the process groups of the mesh's axes
     host       of a node: 3 GB per process, the slice that it reads, its records there, buffers of records, inputs of
                recomputed blocks (inputs.py), the copy of saves behind training (saves.py)
     tiers      of a node, those that take no memory of the host: records there, on a disk in two slots each
@@ -42,6 +42,7 @@ from typing import NamedTuple
 from zero3d.account.states import GradientBytes, gradient_bytes
 from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
+from zero3d.distributed.degrees import FEW_NUMBERS
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
@@ -49,7 +50,7 @@ from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
 from zero3d.tools.plan.constants import constant
-from zero3d.tools.plan.decided import policy_of
+from zero3d.tools.plan.decided import node_of, policy_of
 from zero3d.tools.plan.footprint import Footprint, Run, run_of
 from zero3d.tools.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, first_in_flight, rivals
 from zero3d.tools.plan.inputs import on_host, ring_here, share_here, slots_on_host
@@ -65,7 +66,8 @@ IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written
 RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
 NO_GRADIENTS = GradientBytes(0.0, 0.0)
-CONTEXT, COMMUNICATORS = constant("zero3d", "context"), constant("zero3d", "communicators")
+CONTEXT = constant("zero3d", "context")
+COMMUNICATOR, NARROW = constant("zero3d", "communicator"), constant("zero3d", "narrow communicator")
 NOISE = 4 << 18  # bytes of the table by which moments are rounded to bf16
 PROCESS = constant("zero3d", "process")
 
@@ -103,7 +105,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     parts = _parts(rank.base, peak)
     allocated = sum(parts.values())
     reserved = RESERVED * allocated
-    device = _shown(reserved, plan)
+    device = _shown(reserved, plan, cluster)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
     largest = max((unit.largest for units in rank.units for unit in units), default=0)
     fullest = max(ranks, key=lambda each: sum(held.total for held in each.shard.away.values())).shard
@@ -155,7 +157,9 @@ def _fullest(ranks: Sequence[_Ranks]) -> tuple[_Ranks, _Fullest]:
     return rank, rank.fullest
 
 
-def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) -> float:
+def memory_at_least(
+    model: ModelSpec, plan: ParallelPlan, above: float = inf, cluster: ClusterSpec | None = None
+) -> float:
     """Return bytes that the fullest rank's device shows at least: those of the first pipeline stage.
 
     above  a bound of more bytes will do: what is there all the time and gradients, or as the first backward begins,
@@ -166,7 +170,7 @@ def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) ->
     rank = _ranks(model, plan, (0,))
 
     def shown(activations: float) -> float:
-        return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + activations), plan)
+        return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + activations), plan, cluster)
 
     least = shown(rank.gradients)
     if least <= above:
@@ -174,9 +178,22 @@ def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) ->
     return least if least > above else shown(rank.fullest.peak.total)
 
 
-def _shown(reserved: float, plan: ParallelPlan) -> float:
+def _shown(reserved: float, plan: ParallelPlan, cluster: ClusterSpec | None) -> float:
     """Return what a device shows where so many bytes are reserved."""
-    return reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
+    measured = None if cluster is None else cluster.communicator
+    on_node = plan.world if cluster is None else cluster.per_node
+    return reserved + CONTEXT + communicators(plan, on_node, COMMUNICATOR if measured is None else measured)
+
+
+def communicators(plan: ParallelPlan, on_node: int, usual: float = COMMUNICATOR) -> float:
+    """Return the bytes of a rank's communicators: one for each process group that an engine makes.
+
+    on_node  ranks of a node
+    usual    bytes of one that carries tensors
+    """
+    per_axis = plan.zero.communicators or 2
+    groups = plan.degrees.process_groups(per_axis, node_of(plan, on_node), replay=plan.replay > 0)
+    return sum(count * (NARROW if name in FEW_NUMBERS else usual) for name, count in groups.items())
 
 
 def _away(shard: States) -> dict[str, dict[str, float]]:

@@ -375,6 +375,7 @@ class ClusterSpec:
     host_bandwidth  of a node's memory, bytes per second, read and written, over all its GPUs' processes
     disk            bytes per second and node, read and written in turns
     step            what steps were measured to take beside; None: the planner's constants
+    communicator    bytes of one of NCCL's communicators; None: the planner's constant
     provenance      field name -> measured | datasheet | user
     """
 
@@ -388,6 +389,7 @@ class ClusterSpec:
     disk: float = 2e9
     host_bandwidth: float = 100e9
     step: MeasuredStep | None = None
+    communicator: float | None = None
     provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def figure(self, said: Figure) -> float:

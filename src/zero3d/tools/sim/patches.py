@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,17 +112,10 @@ class MessagesUnderWay:
 def standing_in(backend: str, packed: bool) -> Iterator[None]:
     """Let an engine be built and stepped inside the block on the fake group, under FakeTensorMode, as on `backend`.
 
-    the votes    neighbours in a pipeline ask each other whether they know the shapes of what they send, and read the
-                 answer; ours always know (torch 2.13; 2.11 does not ask)
     _batch_p2p   messages of the fake group let go of their tensors at once, others when nobody waits any more
     and what the module and `without_values` say
     """
-    from torch.distributed.pipelining import PipelineStage, schedules  # a second, for dry runs alone
-
-    yes = SimpleNamespace(item=lambda: 1)
-
-    def agreed(*_: Any, **__: Any) -> Any:
-        return yes
+    from torch.distributed.pipelining import schedules  # a second, for dry runs alone
 
     send = schedules._batch_p2p
 
@@ -131,9 +123,6 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
         return [MessagesUnderWay(send(operations, *about, **more), operations)]
 
     with ExitStack() as stack:
-        for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
-            if hasattr(PipelineStage, vote):
-                stack.enter_context(replaced(PipelineStage, vote, agreed))
         stack.enter_context(replaced(schedules, "_batch_p2p", send_held))
         stack.enter_context(without_values(packed))
         if backend != "gloo":
