@@ -14,19 +14,14 @@ device, bad input, or a package that all parts need.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from campaign import missing
 from campaign.account import Place
-from campaign.process import Result, run_part
+from campaign.calls import Call, Part, machine, run_all
 from campaign.record import Record
 
 CALL_S = {"cuda": 595.0, "cpu": 595.0}  # of a call with the default --minutes
@@ -51,29 +46,6 @@ SPEED_MINUTES = (
     1.2  # 18 s for each of four: 2 to 4 s a turn, 15 steps and more of 8,192 tokens at 0.4 of an H200's peak
 )
 CPU_LIMIT_S, CPU_SPEED_S = 90.0, 2.0
-LEAST_S = 5.0  # a part is not begun with less
-
-
-class Part(NamedTuple):
-    """A row of the campaign.
-
-    work       MODULE:FUNCTION, called with the place and the account
-    limit_s    on the card, from the start of its process, without its share of --minutes
-    planned_s  what it should take there
-    why        the arithmetic of that
-    timed      it measures for its share of --minutes
-    needs      modules beside `campaign.NEEDS`, without which it is skipped
-    on_host    it needs no card, and sees none
-    """
-
-    name: str
-    work: str
-    limit_s: float
-    planned_s: float
-    why: str
-    timed: bool = False
-    on_host: bool = False
-    needs: tuple[str, ...] = ()
 
 
 # A process takes about 8 s before its first kernel: 3 s to import torch and zero3d, 2 s for the CUDA context and
@@ -183,15 +155,9 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         print(error, file=sys.stderr)
         return 2
     wanted = chosen(parts, arguments)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
-    try:
-        run_all(wanted, record, arguments, begun)
-    except KeyboardInterrupt:
-        print("stopped; --resume runs what is left", file=sys.stderr)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        print(record.table(), record.goals(), sep="\n\n", flush=True)
-    return 0 if record.holds(part.name for part in wanted) else 1
+    places = {part.name: place_of(part, wanted, arguments) for part in wanted}
+    lasts = max(CALL_S[arguments.device], sum(place.limit_s for place in places.values()) if longer(arguments) else 0)
+    return run_all(wanted, places, record, Call(begun, lasts, arguments.resume))
 
 
 def parse(argv: Sequence[str] | None, parts: Sequence[Part] = PARTS) -> argparse.Namespace:
@@ -225,31 +191,6 @@ def chosen(parts: Sequence[Part], arguments: argparse.Namespace) -> list[Part]:
     return [part for part in named if not part.timed or arguments.minutes != 0]
 
 
-def run_all(wanted: Sequence[Part], record: Record, arguments: argparse.Namespace, begun: float) -> None:
-    """Run what has no result yet, one after the other, while the call lasts."""
-    due = [part for part in wanted if not (arguments.resume and record.finished(part.name))]
-    places = {part.name: place_of(part, wanted, arguments) for part in due}
-    lasts = max(CALL_S[arguments.device], sum(place.limit_s for place in places.values()) if longer(arguments) else 0)
-    slow = 1.0  # so many times slower than a quiet machine
-    for part in due:
-        if absent := missing(part.needs):
-            why = f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
-            record.put(part.name, {"outcome": "skipped", "ran": {}, "skipped": {"all of it": why}, "failed": {}})
-            continue
-        left = lasts - (time.monotonic() - begun) / slow  # seconds of a quiet machine
-        if left < LEAST_S:
-            record.put(part.name, not_run("the call's time was up: --resume runs it"))
-            continue
-        whole = places[part.name]
-        place = replace(whole, limit_s=min(whole.limit_s, left))
-        result = run_part(part.work, place, lambda result, name=part.name: record.put(name, result))  # type: ignore[misc]
-        slow = max(slow, result["slow"])
-        if result["outcome"] == "hung" and place.limit_s < whole.limit_s:
-            result |= {"outcome": "not run", "why": "the call's time was up while it ran: --resume runs it"}
-            record.put(part.name, result)
-        report(part, place, result)
-
-
 def longer(arguments: argparse.Namespace) -> bool:
     """Return whether more time was asked for than a call has by itself."""
     return arguments.minutes is not None and arguments.minutes > SPEED_MINUTES
@@ -265,37 +206,6 @@ def place_of(part: Part, wanted: Sequence[Part], arguments: argparse.Namespace) 
         share = 60 * (SPEED_MINUTES if given is None else given) / sharing
     limit = CPU_LIMIT_S if on_cpu else part.limit_s
     return Place(part.name, "cpu" if on_cpu or part.on_host else "cuda:0", limit + share, share, arguments.peak_tflops)
-
-
-def not_run(why: str) -> Result:
-    """Return the result of a part that was not begun."""
-    return {"outcome": "not run", "why": why, "ran": {}, "skipped": {}, "failed": {}}
-
-
-def report(part: Part, place: Place, result: Result) -> None:
-    """Print one part's result."""
-    planned = part.planned_s + place.seconds
-    print(f"{result['outcome']}  {part.name}  ({result['seconds']:.1f} s, {planned:g} planned on a card)")
-    for what, found in result["ran"].items():
-        print(f"    {what}: {found}")
-    for what, why in result["skipped"].items():
-        print(f"    skipped {what}: {why}")
-    for line in result.get("said", []):
-        print(f"    | {line}")
-    sys.stdout.flush()
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Return what figures depend on."""
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": device}
-    if device == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        found |= {
-            "card": card.name,
-            "card_bytes": card.total_memory,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    return found | {"cpus": os.cpu_count()}
 
 
 if __name__ == "__main__":

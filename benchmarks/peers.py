@@ -57,6 +57,7 @@ class Setting:
 
     accumulate   micro-batches of a step, equal parts of its batch     zero3d and FSDP2 alone
     recompute    blocks keep their inputs alone                        likewise
+    narrow       weights are made in bf16, and masters from them       likewise
     """
 
     build: Callable[[], nn.Module]
@@ -65,6 +66,7 @@ class Setting:
     reduce_dtype: str = "fp32"
     accumulate: int = 1
     recompute: bool = False
+    narrow: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -188,6 +190,8 @@ class Fsdp2(Accumulated):
         for module in find_owners(self.module, None).values():
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(self.module, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
+        if setting.narrow:
+            self.module.float()  # its shards
         self.optimizer = adamw(p for p in self.module.parameters() if p.requires_grad)
 
     def _add(self, ids: Tensor, targets: Tensor) -> Tensor:

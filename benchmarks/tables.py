@@ -31,6 +31,7 @@ from figures_faults import FAULTS
 from figures_gpu import GPU
 from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
+from figures_ran import RAN
 from figures_versions import DOCTORS, VERSIONS, doctors
 from hybrid_picture import draw_influence
 from memory_picture import draw_memory
@@ -53,6 +54,7 @@ TABLES = (
     | FAULTS
     | PEERS
     | GPU
+    | RAN
     | VERSIONS
     | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}
 )  # type: ignore[misc]

@@ -37,33 +37,61 @@ from zero3d.tools.cli.workers import launch
 from zero3d.watchdog.heartbeat import Heartbeat
 
 FAULTS = ("stop", "loop", "other", "kill", "launcher")
+PHASES = ("forward", "backward", "step", "save", "evaluate")  # of a run, in which a fault may be: "stop:save"
 SHARE, BLOCK, GONE = 0.01, 5.0, 15.0  # targets: of a step; seconds beyond the timeout; seconds beyond that
+SLOW, STARTING = (
+    ("save", "evaluate"),
+    30.0,
+)  # phases with the patience of `health.slow_timeout`; that patience, in seconds
 SPENT = "ZERO3D_BENCHMARK_SPENT"  # the file in which rank 0 leaves what was spent
 MODEL = """
 import os, signal, time
 import torch, torch.distributed as dist
+import zero3d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM
+
+NAME, _, PHASE = os.environ.get("FAULT", "").partition(":")
+CALLS = {"forward": 9, "backward": 9, "step": 5, "save": 2, "evaluate": 3}
+seen = []
+
+def come_to(phase):
+    if phase != (PHASE or "forward") or os.environ.get("RANK") != "1" or not NAME:
+        return
+    seen.append(phase)
+    if len(seen) != CALLS[phase]:
+        return
+    open("fault", "w").write(repr(time.time()))
+    if NAME == "launcher":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if NAME == "other":
+        dist.recv(torch.zeros(3), 0)  # of a collective ranks tell each other before the monitor's time is up
+    if NAME in ("stop", "kill"):
+        os.kill(os.getpid(), signal.SIGSTOP if NAME == "stop" else signal.SIGKILL)
+    while True:
+        time.sleep(0)
 
 def build():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=64, **sizes)
-    model, calls = LlamaForCausalLM(config), []
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    layer, save = model.model.layers[1], zero3d.Engine.save
 
-    def fault(*_):
-        calls.append(1)
-        name = os.environ.get("FAULT")
-        if len(calls) == 9 and os.environ.get("RANK") == "1" and name:
-            open("fault", "w").write(repr(time.time()))
-            if name == "launcher":
-                os.kill(os.getppid(), signal.SIGKILL)
-            if name == "other":
-                dist.recv(torch.zeros(3), 0)  # of a collective ranks tell each other before the monitor's time is up
-            if name in ("stop", "kill"):
-                os.kill(os.getpid(), signal.SIGSTOP if name == "stop" else signal.SIGKILL)
-            while True:
-                time.sleep(0)
+    def entered(module, given):
+        come_to("forward" if module.training else "evaluate")
 
-    model.model.layers[1].register_forward_pre_hook(fault)
+    def left(module, given, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: come_to("backward"))
+
+    def saved(engine, *given, **named):
+        come_to("save")
+        return save(engine, *given, **named)
+
+    layer.register_forward_pre_hook(entered)
+    layer.register_forward_hook(left)
+    register_optimizer_step_pre_hook(lambda *_: come_to("step"))
+    zero3d.Engine.save = saved
     return model
 """
 
@@ -128,17 +156,23 @@ def cost(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 # --- alarms --------------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, steps: int, timeout: float) -> list[str]:
-    """Write a tiny model and its data; return the words of `zero3d train`."""
+def prepare(folder: Path, steps: int, timeout: float, every: int = 0, slow: float = 3600.0) -> list[str]:
+    """Write a tiny model and its data; return the words of `zero3d train`.
+
+    every  steps between saves, and evaluations
+    slow   seconds of patience in them, and where ranks start
+    """
     (folder / "tiny_model.py").write_text(MODEL)
     numpy.save(folder / "rows.npy", numpy.random.default_rng(0).integers(3, 64, (40, 16), dtype=numpy.int64))
     config = {
         "output": "out", "precision": "fp32", "model": {"path": "tiny_model:build"},
-        "data": {"train": "rows.npy", "length": 16, "cache": "cache"}, "train": {"steps": steps, "batch": 4},
-        "checkpoint": {"export": False}, "health": {"timeout": timeout},
+        "data": {"train": "rows.npy", "length": 16, "cache": "cache", "validation": 0.2 * (every > 0)},
+        "train": {"steps": steps, "batch": 4},
+        "checkpoint": {"export": False, "every": every}, "evaluate": {"every": every},
+        "health": {"timeout": timeout, "slow_timeout": max(timeout, slow)},
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    return [sys.executable, str(Path(__file__).resolve()), "--zero3d", "train", "run.yaml"]
+    return [sys.executable, str(Path(__file__).resolve()), "--zero3d", "train", "run.yaml", "--ranks", "2"]
 
 
 def healthy(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -167,11 +201,13 @@ def faults(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_fault(folder: Path, fault: str, timeout: float) -> dict[str, Any]:
-    """Run into one fault and watch."""
+    """Run into one fault, in a phase where it names one behind a colon, and watch."""
+    name, _, phase = fault.partition(":")
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "FAULT": fault}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    launcher = subprocess.Popen(prepare(folder, 100, timeout), cwd=folder, env=environment, **silent)
+    every, slow = (3, max(timeout, STARTING)) if phase else (0, 3600.0)
+    launcher = subprocess.Popen(prepare(folder, 100, timeout, every, slow), cwd=folder, env=environment, **silent)
     block = folder / "out" / "watchdog.json"
     while not block.exists():
         if launcher.poll() is not None and not (folder / "fault").exists():
@@ -186,11 +222,12 @@ def one_fault(folder: Path, fault: str, timeout: float) -> dict[str, Any]:
     named = {
         # Of a rank that died its peer learns, too, and may be out of its collective by then.
         "rank": faulty["state"] == "dead" or told["waits"][0]["for"] == [1],
-        "unit": waiting["unit"] not in ("", "-"),
-        "operation": waiting["op"] == "all_gather",
+        "unit": waiting["unit"] not in ("", "-") or phase not in ("", "forward", "backward"),
+        "operation": waiting["op"] == "all_gather" if phase in ("", "forward") else bool(waiting["op"]),
         "stacks": bool(waiting["stack"]) and (bool(faulty["stack"]) or faulty["state"] == "dead"),
     }
-    limit = BLOCK + (timeout if fault in ("stop", "loop", "other") else 0.0)
+    patience = max(timeout, STARTING) if phase in SLOW else timeout
+    limit = BLOCK + (patience if name in ("stop", "loop", "other") else 0.0)
     met = all(named.values()) and seconds <= limit and gone - begun <= limit + GONE
     return {
         "kind": told["kind"], "cause": told["cause"], "block_s": seconds, "gone_s": gone - begun,

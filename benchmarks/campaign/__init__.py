@@ -1,6 +1,7 @@
-"""The parts of gpu_check.py, and the processes they run in.
+"""The parts of gpu_check.py and cluster_check.py, and the processes they run in.
 
 account     what a part writes down while it runs, and the place it runs at
+calls       one call: its parts, one after the other
 process     a part in a fresh process with a limit
 worker      that process
 record      results of all parts in one JSON file, and as a table

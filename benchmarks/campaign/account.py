@@ -14,10 +14,11 @@ class Place:
     """Where a part runs.
 
     part         its name
-    device       "cuda:0" | "cpu"
+    device       "cuda:0" | "cpu"; "cuda" for one a rank
     limit_s      when it is killed, from the start of its process
     seconds      how long it may measure, for parts whose time is a choice
     peak_tflops  the card's dense bf16 peak, if it was given
+    ranks        processes that a part starts, each with a device of its own
     """
 
     part: str
@@ -25,6 +26,7 @@ class Place:
     limit_s: float
     seconds: float = 0.0
     peak_tflops: float | None = None
+    ranks: int = 1
 
     @property
     def on_cpu(self) -> bool:

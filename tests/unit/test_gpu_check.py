@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
 import llama  # noqa: E402
-from campaign import account, host, loopback, process, record, speed, streams, turns  # noqa: E402
+from campaign import account, calls, host, loopback, process, record, speed, streams, turns  # noqa: E402
 
 FAULTS = """
 import os, signal, subprocess, time
@@ -125,7 +125,7 @@ def test_a_part_on_the_cpu_has_more_time_where_it_takes_longer_to_begin():
 
 
 def test_a_part_that_the_end_of_the_call_cut_short_is_not_run_and_runs_again(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "LEAST_S", 0.1)
+    monkeypatch.setattr(calls, "LEAST_S", 0.1)
     monkeypatch.setitem(gpu_check.CALL_S, "cpu", 1.5)
     code, found = check(parts, ("hangs",), tmp_path / "out.json")
     assert (code, found["parts"]["hangs"]["outcome"]) == (1, "not run")
