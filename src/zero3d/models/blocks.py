@@ -190,7 +190,7 @@ def find_units(
     for p in copied:
         own = members[p]
         if sum((other.owner, other.kind) == (own.owner, own.kind) for other in members.values()) > 1:
-            members[p] = own._replace(owner=f"{own.owner}/tied", tied=own.tied or own.owner == ROOT)
+            members[p] = own._replace(owner=own.parameter[0], tied=own.tied or own.owner == ROOT)
     found = group_parameters(members.values())
     specs = [UnitSpec(unit.name, unit.kind, dict(unit.parameters), unit.deferred) for unit in found]
     unit_of = {p: number for number, spec in enumerate(specs) for p in spec.params.values()}
