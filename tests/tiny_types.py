@@ -24,7 +24,6 @@ OWN = {
     "blenderbot": {"vocab_size": 64, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "ernie4_5_moe": {"moe_layer_end_index": 1},
     "gemma3n_text": {"intermediate_size": 48},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},

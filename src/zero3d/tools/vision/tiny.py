@@ -342,7 +342,7 @@ def _shrunk(config: Any, at: str) -> dict[str, Any]:
             made[name] = [rule] * (2 if len(value) == layers else len(value)) if lists else rule
         elif name == "rope_parameters" and "mrope_section" in value:
             made[name] = M_ROPE
-        elif name.endswith(("_id", "_index")) and (token := _token(name)) is not None:
+        elif name.endswith(("_id", "token_index")) and (token := _token(name)) is not None:
             made[name] = token
         elif value != usual.get(name) and not (isinstance(value, (list, tuple)) and len(value) == layers):
             made[name] = value
