@@ -31,7 +31,7 @@ OWN = {
     "hunyuan_v1_dense": {"rope_parameters": PLAIN_ROPE | {"alpha": 1.0}, "head_dim": 8},
     "hunyuan_v1_moe": {"rope_parameters": PLAIN_ROPE | {"alpha": 1.0}, "head_dim": 8},
     "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
+    "longcat_flash": {"head_dim": 8, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
     "marian": {"decoder_vocab_size": 64, "vocab_size": 64, "pad_token_id": 2, "eos_token_id": 1},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
