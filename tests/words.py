@@ -34,7 +34,7 @@ MESHES = {"trained": {"dp": 2}, "lora": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp":
 LENGTHS = (11, 7, 6)  # of a row's documents
 RATE, SECONDS = 0.1, 60.0
 NEAR = 1e-5  # of a number: models compute some things in fp32
-IN_FP32 = ("emu3", "inkling2", "inkling2_text")  # which turn images into tokens, or choose experts, in no other dtype
+IN_FP32 = ("emu3", "inkling2", "inkling2_text", "xglm")  # which have images' codes, experts or masks in no other dtype
 ADAPTERS = "lora_"
 
 
