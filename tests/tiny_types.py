@@ -21,17 +21,32 @@ SIZES = {  # names that configs of text alone have
     "decoder_start_token_id": 0, "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
 }  # fmt: skip
 OWN = {
+    "blenderbot": {"vocab_size": 64, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {"intermediate_size": 48},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "granitemoehybrid": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"rope_parameters": PLAIN_ROPE | {"alpha": 1.0}, "head_dim": 8},
     "hunyuan_v1_moe": {"rope_parameters": PLAIN_ROPE | {"alpha": 1.0}, "head_dim": 8},
-    "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
-    "marian": {"decoder_vocab_size": 64},
+    "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "longcat_flash": {"head_dim": 8, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2},
+    "marian": {"decoder_vocab_size": 64, "vocab_size": 64, "pad_token_id": 2, "eos_token_id": 1},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "nemotron_h": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "mlp", "moe"], "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
     "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_attention_heads": 4},
+    "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "shape_embed_dim": 8, "pronunciation_embed_dim": 8},
+    "rwkv": {"rescale_every": 0},  # evaluation would divide weights in place
+    "whisper": {
+        "vocab_size": 64, "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1, "decoder_layers": 2,
+        "decoder_ffn_dim": 48, "decoder_attention_heads": 4,
+    },
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

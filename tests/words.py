@@ -20,8 +20,9 @@ import torch
 
 import zero3d
 from zero3d.config import Lora
-from zero3d.errors import ConfigError
+from zero3d.errors import Zero3dError
 from zero3d.models.adapters import add_adapters
+from zero3d.models.bases import sees_images
 from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing, position_rows, with_position_rows
 from zero3d.tools.vision import tiny
@@ -33,7 +34,7 @@ MESHES = {"trained": {"dp": 2}, "lora": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp":
 LENGTHS = (11, 7, 6)  # of a row's documents
 RATE, SECONDS = 0.1, 60.0
 NEAR = 1e-5  # of a number: models compute some things in fp32
-IN_FP32 = ("emu3",)  # models that compute in no other dtype: what turns images into tokens makes fp32 itself
+IN_FP32 = ("emu3", "inkling2", "inkling2_text", "xglm")  # which have images' codes, experts or masks in no other dtype
 ADAPTERS = "lora_"
 
 
@@ -49,7 +50,7 @@ def model_of(kind):
 def batches(model, kind):
     """Two steps of two micro-batches, with images where the type takes some."""
     generator = torch.Generator().manual_seed(5)
-    if kind in tiny.types():
+    if kind in tiny.types() and sees_images(model):
         return [[tiny.micro_batch(model, generator) for _ in range(2)] for _ in range(2)]
     return [[_ids(generator, (2, 13)) for _ in range(2)] for _ in range(2)]
 
@@ -79,13 +80,13 @@ def sgd(params):
 
 
 def run(kind, word):
-    """On this rank: (losses and norms, what has no gradient), or the engine's refusal."""
+    """On this rank: (losses and norms, what has no gradient), or the engine's error."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(7)
     model = model_of(kind)
     try:
         return _trained(model, kind, word)
-    except ConfigError as error:
+    except Zero3dError as error:
         return str(error)
 
 
@@ -157,6 +158,8 @@ def _differences(kind, word, row, alone, run_on):
         found = run_on(world, run, kind, word, timeout=SECONDS, group_timeout=SECONDS / 2)
     except AssertionError as error:  # of the pool: a rank raised, or died, or gave no answer
         return [f"{word} {_said(row)}: {str(error)[-800:]}"]
+    if errors := sorted({each for each in found if isinstance(each, str)}):
+        found = [" And: ".join(errors)]  # one rank's may be that another one has left
     return [said for each in found for said in _difference(word, row, each, wanted, alone[1])][:1]
 
 

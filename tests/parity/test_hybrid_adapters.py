@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from families import family
 from hybrids import HYBRIDS, hybrid
 from models import adamw, batch, bits
 
@@ -12,7 +13,7 @@ from zero3d.config import Lora, load
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import FUSED_MIXERS, find_targets
 from zero3d.models.quantised import QuantisedLinear, find_layers
-from zero3d.models.recurrences import read_by_mixers
+from zero3d.models.recurrences import read_by_mixers, read_past
 from zero3d.models.trained import open_trained
 from zero3d.train.setup.support import support_of
 
@@ -79,6 +80,16 @@ def test_a_layer_that_its_mixer_reads_past_is_refused():
     assert "in_proj" in packed
     assert "dt_proj" not in packed
     assert not read_by_mixers(on_meta("lfm2"))
+
+
+def test_a_layer_whose_clamped_weight_is_multiplied_by_is_refused():
+    model = family("gemma3n_text")
+    assert leaves(read_past(model)) == {"correction_coefs"}
+    with pytest.raises(ConfigError, match=r"correction_coefs, whose weight its module reads past it.* out\.$"):
+        find_targets(model, Lora(rank=4, targets=("q_proj", "correction_coefs")))
+    assert leaves(find_targets(model, Lora(rank=4))[0]) >= {"q_proj", "prediction_coefs"}
+    assert "correction_coefs" not in leaves(find_targets(model, Lora(rank=4))[0])
+    assert not leaves(find_layers(model.requires_grad_(False))) & {"correction_coefs"}
 
 
 @pytest.mark.parametrize("name", ["mamba2", pytest.param("qwen3_5_text", marks=pytest.mark.long)])

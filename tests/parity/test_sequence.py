@@ -863,6 +863,16 @@ def test_documents_are_told_by_positions_and_padding_is_not(monkeypatch):
         entry(decoder, (), given | {"attention_mask": (PACKED > 0).long()})
 
 
+def test_a_window_of_which_a_model_makes_no_mask_is_in_none():
+    decoder = tiny("llama").model  # of whose file attention is causal alone; Moshi's config has a window, too
+    decoder.config.sliding_window = 4
+    tell, fallback = lambda *_: None, Fallback(decoder, torch.device("cpu"), False)
+    entry = Entry(decoder, "sdpa", 1, Sharing(2, "auto", False, 10**9), fallback, Positions(), tell, lambda _: None)
+    _, passed = entry(decoder, (), {"input_ids": batch(0)["input_ids"]})
+    assert passed["attention_mask"] is None
+    assert decoder.config.sliding_window == 4
+
+
 def test_what_attends_beyond_a_budget_is_the_dense_mask_s_on_cpus():
     fallback = Fallback(tiny("llama").model, torch.device("cpu"), True)
     assert fallback.describe(4000) == DENSE == USUAL["sp_masks"]
@@ -876,7 +886,7 @@ def test_an_attention_that_is_told_too_little_or_too_much_is_refused(options, wh
     attend = SharedAttention(None, False, SimpleNamespace(size=1, rank=0), Sharing(1, "auto", False, 10), None, {})
     attend.tell(LENGTH, True)
     with pytest.raises(ConfigError, match=why):
-        attend(torch.nn.Linear(1, 1), *torch.zeros(3, 1, 2, LENGTH, 4), None, **options)
+        attend(torch.nn.Linear(1, 1), *torch.zeros(3, 1, 2, LENGTH, 4), attention_mask=None, **options)
 
 
 def checked_twice():
@@ -1052,6 +1062,25 @@ REFUSED = {
     "xlstm": "blocks.0.mlstm_layer.multihead_norm gives a part",
     "zaya": "hybrid (layers.0.self_attn.qkv_proj)",
 }
+
+
+class Weighing(torch.nn.Module):
+    """Attention with a mask of its own values, as Doge's."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states, attention_mask=None, **options):
+        weights = hidden_states.mean(-1)[:, None, None].expand(-1, 1, hidden_states.shape[1], -1)
+        return self.attention(hidden_states, attention_mask=weights, **options)
+
+
+def test_attention_that_makes_its_mask_of_values_is_refused_by_name():
+    model = tiny("llama")
+    model.model.layers[1].self_attn = Weighing(model.model.layers[1].self_attn)
+    with pytest.raises(ConfigError, match=r"the attention of LlamaAttention rows .* of which it makes the mask"):
+        check_sequence(model, 2, 1, "auto")
 
 
 @pytest.mark.parametrize("name", REFUSED)

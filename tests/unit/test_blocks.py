@@ -6,7 +6,8 @@ from families import family
 from models import Block, Net, net
 from torch import nn
 
-from zero3d.models.blocks import find_blocks, find_units
+from zero3d.models.blocks import find_all_units, find_blocks, find_units
+from zero3d.pipeline.split import split
 
 
 class Other(Block):
@@ -84,3 +85,15 @@ def test_a_sequence_of_unlike_modules_is_no_list_of_blocks():
     model = net(layers=0)
     model.layers = nn.Sequential(Block(24), Other(24), Block(24))
     assert find_blocks(model) == {}
+
+
+@pytest.mark.parametrize(("bias", "names"), [(True, ["lm_head.weight", "lm_head"]), (False, ["lm_head"])])
+def test_a_matrix_that_two_stages_have_is_a_unit_by_itself(bias, names):
+    model = family("llama")
+    model.lm_head = nn.Linear(32, 64, bias=bias)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    first, last = (find_all_units([split(model, [1, 1], chunk)], None, torch.float32)[0] for chunk in (0, 1))
+    assert [spec.name for spec in first] == ["model.embed_tokens", "model.layers.0"]
+    assert [spec.name for spec in last] == ["model.layers.1", "root", *names]
+    assert [spec.deferred for spec in last] == [False, True, *[False for _ in names]]
+    assert [list(spec.params) for spec in last[2:]] == [["lm_head.weight"], ["lm_head.bias"]][: len(names)]

@@ -112,6 +112,15 @@ def test_a_module_without_position_ids_is_refused():
         check_packing(Net())
 
 
+def test_a_decoder_beside_an_encoder_is_refused():
+    class Both(nn.Module):
+        def forward(self, input_ids, labels, position_ids, decoder_input_ids=None):
+            return input_ids
+
+    with pytest.raises(ConfigError, match=r"Both\.forward makes a second sequence of the labels"):
+        check_packing(Both())
+
+
 def test_a_module_of_one_s_own_that_takes_position_ids_is_trusted():
     class Own(nn.Module):
         def forward(self, input_ids, labels, position_ids):

@@ -4,6 +4,7 @@ import copy
 from types import MethodType
 
 import pytest
+import tiny_types
 import torch
 import vision
 from corpora import opened, write_lines
@@ -387,3 +388,7 @@ def test_of_a_type_whose_kinds_cannot_be_had_packing_and_sp_depend_on_its_layers
     assert [row.supported for row in found.rows] == [True, None, None]
     assert found.rows[2].what.startswith("depends on layer_types: the type has layers of Lfm2ShortConv, too")
     assert depending(found._replace(rows=()), hybrid("lfm2")).rows == ()
+
+
+def test_queries_that_are_a_parameter_have_rows_of_their_own():
+    assert packing_verdict(tiny_types.model("inkling2_text"), exact=True) == packing.Verdict()

@@ -14,6 +14,7 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import default_targets
+from zero3d.models.copies import on_meta
 from zero3d.models.trained import open_trained
 from zero3d.sequence.group import check_sequence
 from zero3d.spec.formats import FORMATS
@@ -44,6 +45,16 @@ def test_a_plain_decoder_supports_all_that_its_sizes_allow():
         "quantize": (True, said["quantize"][1]),
     }
     assert [row.refusal for row in found.values()] == [""] * 9
+
+
+def test_a_copy_on_meta_keeps_what_is_tied_and_leaves_the_model_as_it_is():
+    model = family("llama", tie_word_embeddings=True)
+    model.lm_head.weight.requires_grad_(False)
+    made = on_meta(model)
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    assert not made.lm_head.weight.requires_grad
+    assert {t.device.type for t in (*made.parameters(), *made.buffers())} == {"meta"}
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
 
 
 def test_degrees_are_those_that_divide():

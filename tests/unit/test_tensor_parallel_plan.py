@@ -20,7 +20,7 @@ from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tensor_parallel.plan import REFUSED, STYLES, parse, read_plan
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.regions import Regions
-from zero3d.tensor_parallel.shipped import UNPLANNED, shipped_plan
+from zero3d.tensor_parallel.shipped import SHIPPED, UNPLANNED, shipped_plan
 
 NET = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
@@ -329,3 +329,9 @@ def test_only_matrices_that_fit_each_other_are_proposed_as_a_pair(width, taken, 
     model = nn.Module()
     model.layers = nn.ModuleList(Pair(width, taken, conv) for _ in range(2))
     assert propose(model, [""]) == f"For example: {{'layers.*.fc1': '{styles[0]}', 'layers.*.fc2': '{styles[1]}'}}."
+
+
+def test_the_last_matrix_of_a_recurrence_is_not_cut_alone(monkeypatch):
+    monkeypatch.setitem(SHIPPED, "kimi_linear", {"layers.*.self_attn.o_proj": "rowwise"})  # as of attention
+    with pytest.raises(ConfigError, match=r"cuts model\.layers\.0\.self_attn\.o_proj and nothing before it"):
+        cut(family("kimi_linear").to("meta"))

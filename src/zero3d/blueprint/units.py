@@ -3,6 +3,7 @@
 model.layers.0                  all parameters of a module, where they are alike in dtype and in being trained
 model.layers.0/trainable-bf16   those of one kind, where it has several: frozen ones, some that stay in fp32
 model.layers.0/experts          its experts that tokens are sent to
+lm_head.weight                  a matrix that another pipeline stage has, too, where the module has more
 
 A unit is deferred if its gradients may come in several parts. That holds for the root's unit, which any module may use
 between others, and for units with tied parameters. A forward needs deferred units first, and they are reduced last.

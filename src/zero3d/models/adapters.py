@@ -36,7 +36,7 @@ from zero3d.models.freezing import train_only
 from zero3d.models.kept import Kept
 from zero3d.models.names import check_patterns, is_named, matches, own_name
 from zero3d.models.open import Opened
-from zero3d.models.recurrences import is_mixer, read_by_mixers
+from zero3d.models.recurrences import is_mixer, read_by_mixers, read_past
 from zero3d.models.saved_adapters import SavedAdapter
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
@@ -110,10 +110,12 @@ def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
     _check_targets(model, patterns, [*candidates, *matrices])
     modules = [name for name in candidates if is_named(name, patterns) and not is_named(name, kept)]
     stacked = [name for name in matrices if is_named(name, patterns) and not is_named(name, kept)]
-    if past := sorted(read_by_mixers(model).intersection(modules)):
+    if past := sorted(read_past(model).intersection(modules)):
+        by_mixer = past[0] in read_by_mixers(model)
         raise ConfigError(
-            f"lora.targets has {past[0]}, whose weight its mixer reads past it, so that an adapter there would do "
-            f"nothing: leave {past[0].rpartition('.')[2]} out, and take {IN_PROJ}."
+            f"lora.targets has {past[0]}, whose weight its {'mixer' if by_mixer else 'module'} reads past it, so that "
+            f"an adapter there would do nothing: leave {past[0].rpartition('.')[2]} out"
+            f"{f', and take {IN_PROJ}' if by_mixer else ''}."
         )
     if stacked and (choice.dropout or choice.dora):
         asked = f"lora.dropout={choice.dropout:g}" if choice.dropout else "lora.dora=true"
@@ -191,8 +193,8 @@ def _kind(model: nn.Module) -> Any:
 
 
 def _out_of_reach(model: nn.Module) -> set[str]:
-    """Return the linear layers of mixers whose weights something reads past them: the mixer, or a kernel."""
-    found = read_by_mixers(model)
+    """Return the linear layers whose weights something reads past them: the module that has them, or a kernel."""
+    found = read_past(model)
     if _kind(model) in FUSED_MIXERS:
         mixers = (name for name, module in model.named_modules() if is_mixer(module))
         found |= {f"{mixer}.{layer}".lstrip(".") for mixer in mixers for layer in READ_BY_KERNELS}

@@ -157,10 +157,12 @@ def find_units(
     units: Sequence[type[nn.Module] | str] | None,
     dtype: torch.dtype,
     experts: Collection[nn.Parameter] = (),
+    copied: Collection[nn.Parameter] = (),
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
     """Divide all parameters into units, in model order, but for the input embeddings, which are first.
 
     experts  parameters that are in units apart from others of their module
+    copied   those that another pipeline stage has, too: each is in a unit by itself
 
     Returns the units, and by module that uses parameters the names of the units it needs.
     """
@@ -185,6 +187,10 @@ def find_units(
     for user, p in _used_elsewhere(model, owners):
         members[p] = members[p]._replace(tied=True)
         needed.setdefault(user, []).append(p)
+    for p in copied:
+        own = members[p]
+        if sum((other.owner, other.kind) == (own.owner, own.kind) for other in members.values()) > 1:
+            members[p] = own._replace(owner=own.parameter[0], tied=own.tied or own.owner == ROOT)
     found = group_parameters(members.values())
     specs = [UnitSpec(unit.name, unit.kind, dict(unit.parameters), unit.deferred) for unit in found]
     unit_of = {p: number for number, spec in enumerate(specs) for p in spec.params.values()}
@@ -244,12 +250,20 @@ def find_all_units(
     specs: list[UnitSpec] = []
     uses: dict[nn.Module, list[str]] = {}
     for number, root in enumerate(roots):
-        root_specs, root_uses = find_units(root, units, dtype, experts)
+        root_specs, root_uses = find_units(root, units, dtype, experts, _copied(root))
         taken = {spec.name for spec in specs}
         names = {s.name: f"{s.name} of chunk {number}" if s.name in taken else s.name for s in root_specs}
         specs += [replace(spec, name=names[spec.name]) for spec in root_specs]
         uses |= {module: [names[name] for name in used] for module, used in root_uses.items()}
     return specs, uses
+
+
+def _copied(root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a chunk that another one has, too."""
+    ends = (
+        end for tie in getattr(root, "tied", ()) for end in ((tie.name, tie.chunk), (tie.other_name, tie.other_chunk))
+    )
+    return [root.get_parameter(name) for name, chunk in ends if chunk == getattr(root, "chunk", None)]
 
 
 def computed_in(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.dtype]:

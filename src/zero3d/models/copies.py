@@ -17,9 +17,19 @@ def copy_with(model: nn.Module, replaced: Mapping[nn.Module | Tensor, object]) -
     return copy.deepcopy(model, memo)
 
 
+def on_meta(model: nn.Module) -> Any:
+    """Copy a model without the data of its tensors. What is tied stays so, which `Module.to` does not see to."""
+    return copy_with(model, {t: _on_meta(t) for t in (*model.parameters(), *model.buffers())})
+
+
 def without_weights(model: nn.Module) -> dict[nn.Module | Tensor, object]:
     """Return what stands in the place of a model's tensors in a copy that takes no memory, by the tensor."""
     return {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
+
+
+def _on_meta(t: Tensor) -> Tensor:
+    made = t.detach().to("meta")
+    return nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else made
 
 
 def _weightless(t: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ ROWS = ("input_ids", "inputs_embeds", "entering")  # what a forward is given row
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 BY_MODULE = (
+    "Inkling2DynamicShortConvolution",
     "MiniMaxLightningAttention",
     "RecurrentGemmaRecurrentBlock",
     "ZayaCCAProjection",

@@ -197,7 +197,7 @@ def _tried(model: nn.Module, exact: bool) -> Verdict:
         except Exception as error:  # noqa: BLE001 (any error of its own, quoted)
             line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
             said = line if isinstance(error, Untried) else f"{type(error).__name__}: {line}"
-    return _by_reading(model, said)
+    return _tried(model, False) if exact else _by_reading(model, said)  # some have fp32 alone
 
 
 def _with_blocks(model: nn.Module, few: bool, exact: bool) -> Verdict:
@@ -295,6 +295,8 @@ def why_at_once(model: nn.Module) -> str | None:
     own = is_told(inner_model(model))  # beside arguments
     if not own and "position_ids" not in _parameters(model):
         return f"{name}.forward takes no position_ids, which tell documents apart"
+    if "decoder_input_ids" in _parameters(model):
+        return f"{name}.forward makes a second sequence of the labels, where position_ids tell no documents apart"
     if is_varlen(model) and not _takes_more(model):
         return f"{name}.forward takes no cu_seq_lens_q, which tells its attention where documents end"
     config: Any = getattr(inner_model(model), "config", None)

@@ -404,8 +404,9 @@ class _Plain(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention and "dropout_p" in kwargs:
-            kwargs = kwargs | {"dropout_p": 0.0}
+        if func is F.scaled_dot_product_attention:
+            args = tuple(map(_apart, args))
+            kwargs = {name: _apart(value) for name, value in kwargs.items()} | {"dropout_p": 0.0}
         if func is F.linear and len(args) > 1 and _is_large(args[1]):
             outputs = args[1].shape[0]
             some = LOGITS if outputs > WIDEST else outputs
@@ -415,6 +416,15 @@ class _Plain(TorchFunctionMode):
         elif func in PRODUCTS and _is_large(args[1]):
             args = (_in_segments(args[0]), args[1][..., :SEGMENTS, :])
         return func(*args, **kwargs)
+
+
+def _apart(value: Any) -> Any:
+    """Return a tensor whose rows have memory of their own: a kernel that multiplies by rows wants no others.
+
+    Queries may be a parameter (Inkling 2), which is a view of few numbers here.
+    """
+    overlaps = isinstance(value, Tensor) and value.dim() > 1 and 0 < value.stride(-2) < value.shape[-1]
+    return value.contiguous() if overlaps and value.stride(-1) == 1 else value
 
 
 def _is_large(matrix: Any) -> bool:

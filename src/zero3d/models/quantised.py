@@ -34,7 +34,7 @@ from zero3d.models.names import own_name
 from zero3d.models.open import Opened
 from zero3d.models.quantised_experts import pack_stacks, stacks_of
 from zero3d.models.quantised_folders import Stored
-from zero3d.models.recurrences import read_by_mixers
+from zero3d.models.recurrences import read_past
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
@@ -192,7 +192,7 @@ def _formats(
 
 def find_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that can be put into packed, by name."""
-    blocks, past = tuple(f"{name}." for name in find_blocks(model)), read_by_mixers(model)
+    blocks, past = tuple(f"{name}." for name in find_blocks(model)), read_past(model)
     names: dict[nn.Parameter, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         names[p] = names.get(p, 0) + 1

@@ -12,6 +12,12 @@ Whether a module mixes tokens is asked here alone: mixing.py knows transformers'
 
 from __future__ import annotations
 
+import dis
+import inspect
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
 from torch import nn
 
 from zero3d.models.mixing import is_mixer_class
@@ -43,8 +49,34 @@ def is_mixer(module: nn.Module) -> bool:
     return has_own or is_mixer_class(type(module))
 
 
+def read_past(model: nn.Module) -> set[str]:
+    """Return the names of linear layers whose weight is read past them: an adapter or a code would do nothing.
+
+    A mixer does, or a module that multiplies by what it has clamped while it is trained (Gemma 3n).
+    """
+    clamped = ((owner, name, module) for owner, module in model.named_modules() for name in _clamped(type(module)))
+    return read_by_mixers(model) | {
+        f"{owner}.{name}".lstrip(".") for owner, name, module in clamped if hasattr(module, name)
+    }
+
+
+@lru_cache(maxsize=None)
+def _clamped(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of modules for which methods of a class have `self.NAME.weight.clamp(...)`."""
+    return frozenset(name for method in vars(kind).values() if inspect.isfunction(method) for name in _clamps(method))
+
+
+def _clamps(method: Any) -> Iterator[str]:
+    code = inspect.unwrap(method).__code__
+    if {"weight", "clamp"} <= set(code.co_names):
+        steps = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+        for name, *more in zip(steps, steps[1:], steps[2:], strict=False):
+            if more == ["weight", "clamp"]:
+                yield name
+
+
 def read_by_mixers(model: nn.Module) -> set[str]:
-    """Return the names of linear layers whose weight a mixer reads past them: an adapter or a code would do nothing."""
+    """Return the names of linear layers whose weight a mixer reads past them."""
     mixers = ((owner, module) for owner, module in model.named_modules() if _is_recurrence(module))
     return {
         f"{owner}.{name}".lstrip(".") for owner, module in mixers for name, _ in module.named_children() if name in READ

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from zero3d.errors import ConfigError
 from zero3d.models.chain import Chain
 from zero3d.pipeline.schedules import Schedule
 from zero3d.zero.model_group import Tied
@@ -61,7 +60,7 @@ def names_of_copies(chunks: Mapping[int, nn.Module]) -> dict[str, str]:
 
 
 def find_ties(chunks: Mapping[int, nn.Module], units: Sequence[Unit], schedule: Schedule, ranks: int) -> list[Tied]:
-    """Return the units of this rank whose parameter another chunk holds, too. Raises ConfigError."""
+    """Return the units of this rank whose parameter another chunk holds, too."""
     ties = {tie for chunk in chunks.values() for tie in getattr(chunk, "tied", ())}
     tied = []
     for tie in sorted(ties):
@@ -75,11 +74,7 @@ def find_ties(chunks: Mapping[int, nn.Module], units: Sequence[Unit], schedule: 
 
 
 def _unit_of(name: str, units: Sequence[Unit]) -> Unit:
-    """Return the unit of a tied parameter, which has no other. Raises ConfigError."""
+    """Return the unit of a tied parameter, which has no other (`models.blocks.find_units`)."""
     unit = next(unit for unit in units if any(slot.name == name for slot in unit.layout.slots))
-    if len(unit.layout.slots) > 1:
-        raise ConfigError(
-            f"{name} is tied across pipeline stages and shares unit {unit.name!r} with {len(unit.layout.slots) - 1} "
-            "other parameters: give it a module of its own, untie it, or pass pp=1."
-        )
+    assert len(unit.layout.slots) == 1
     return unit

@@ -79,7 +79,7 @@ class SharedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        attention_mask: Tensor | None,
         sequence_length: int = 0,
         **options: Any,
     ) -> tuple[Tensor, None]:
@@ -90,7 +90,7 @@ class SharedAttention:
 
         Moves what `Attended.sent` says. Compiled blocks call it between two graphs.
         """
-        comm, name = self._comm, self._names.get(module, type(module).__name__)
+        comm, name, mask = self._comm, self._names.get(module, type(module).__name__), attention_mask
         ends = options.pop(ENDS, None)
         _check(name, query, key, options)
         length = sequence_length or self.length

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -36,6 +37,7 @@ from zero3d.sequence.shares import POINTWISE, MaskTooLarge, Sharing, even_parts
 CUT = {"input_ids": 1, "inputs_embeds": 1, **dict.fromkeys(TOLD_APART, 1), "position_ids": -1}
 ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}  # DeepStack's, by mask
 PASSED_ON = ("attention_mask", "labels", "shift_labels")  # masks of the whole, and what the loss cuts
+SLIDING = ("create_sliding_window_causal_mask", "create_masks_for_generate")  # one is in a file that makes such masks
 OF_DOCUMENTS = (ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed ones
 
 
@@ -165,6 +167,9 @@ class Entry:
         config._attn_implementation_internal = self._implementation
         if (kinds := getattr(config, "layer_types", None)) and not set(POINTWISE).isdisjoint(kinds):
             config.layer_types = [kind for kind in kinds if kind not in POINTWISE]  # or no mask is made at all
+        files = [vars(sys.modules[each.__module__]) for each in type(decoder).__mro__]
+        if not kinds and not any(name in file for file in files for name in SLIDING):  # Moshi's is of its cache alone
+            vars(config)["sliding_window"] = None  # past checks of what a config may hold
         config.is_causal = any(getattr(module, "is_causal", False) for module in decoder.modules())
         dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
         positions = _of_text(given["position_ids"])

@@ -212,7 +212,7 @@ def _is_near(made: Tensor | None, wanted: Tensor) -> bool:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Attend to all that is before, padding too: positions are what is asked for."""
     groups = query.shape[1] // key.shape[1]
@@ -367,13 +367,19 @@ class _Seen:
         return whole.narrow(dim, self._rows.start, len(self._rows))
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
         """Attend over the whole, causally; of a part return the rows of that. No gradient passes.
 
-        Raises ConfigError where attention is given a bias of pairs of rows, and not of all keys.
+        Raises ConfigError where attention is given a bias of pairs of rows, and not of all keys, or a mask with a
+        gradient, which is made of its rows.
         """
         name = f"the attention of {type(module).__name__}"
+        if isinstance(attention_mask, Tensor) and attention_mask.requires_grad:
+            raise ConfigError(
+                f"mesh.sp gives {name} rows of keys and values, of which it makes the mask for whole sequences itself: "
+                "type mesh.sp=1."
+            )
         if (bias := options.get(BIAS)) is not None and bias.shape[-1] != LENGTH:
             raise ConfigError(
                 f"mesh.sp gives {name} rows of queries and whole sequences of keys, but its {BIAS} has "

@@ -108,7 +108,8 @@ def _of_styles(uncut: UncutModel, size: int, blocks: list[str]) -> Iterator[Regi
                 yield Region(name, "all_gather", "", outputs)
         elif kind == "mla_kv_a_proj":
             copied.clear()  # the latent is another matrix's input
-            yield Region(name, "", "all_reduce", _get(uncut.model, parent).qk_rope_head_dim)
+            if rotary := _get(uncut.model, parent).qk_rope_head_dim:
+                yield Region(name, "", "all_reduce", rotary)
         elif kind == "own_groups":
             yield from group_regions(name, shared_groups(module, style.blocks), size)
         elif isinstance(module, nn.Module) and (

@@ -7,11 +7,11 @@
     mamba2, bamba, falcon_h1, granitemoehybrid,      Mamba2 mixers by heads; attention and MLPs
     nemotron_h, zamba2                               also in blocks that layers share
     qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid    gated delta rules by heads; the rest is transformers'
-    kimi_linear, bailing_hybrid                      Kimi delta attention by heads, and latent attention
+    kimi_linear, bailing_hybrid, glm5_next           Kimi delta attention by heads, and latent attention
     falcon_mamba                                     matrices are cut, and mixers whole between them
     inkling2                                         its experts' gates and ups lie one behind the other
     gemma3n                                          an MLP that takes mean and deviation of all its gates
-    apertus, phi, qwen3_vl_moe                       parameters that are used on what each rank has for itself
+    apertus, phi, qwen3_vl_moe, qwen3_omni_moe       parameters that are used on what each rank has for itself
     qwen3_vl                                         no plan there: attention and MLPs, as Qwen3's
 
 Matrices of one module stand in the order in which its forward calls them. Some plans follow from the config: what
@@ -205,6 +205,7 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "falcon_h1": lambda config: _FALCON_H1 | _mamba2_beside(config),
     "falcon_mamba": whole_attention("layers.*.mixer", "in_proj", "out_proj"),
     "gemma3n_text": _gemma3n,
+    "glm5_next_text": _kimi_delta_attention("g_b_proj", "f_b_proj"),
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise:3",  # q, k and v
         "h.*.attn.c_proj": "rowwise",
@@ -239,6 +240,7 @@ SHIPPED: Mapping[str, Plan | Callable[[Any], Plan]] = {
     "qwen3_5_moe_text": _GATED_DELTA_NET,
     "qwen3_5_text": _GATED_DELTA_NET,
     "qwen3_next": _gated_delta_rule("in_proj_qkvz in_proj_ba", "out_proj", "norm"),  # every key head's, in turn
+    "qwen3_omni_moe_text": _NORMS_OF_HEADS,
     "qwen3_vl_moe_text": _NORMS_OF_HEADS,
     "qwen3_vl_text": _attention() | _NORMS_OF_HEADS | _gated("layers.*.mlp"),
     "stablelm": _stablelm,

@@ -223,6 +223,8 @@ def _latent(context: StyleContext, name: str, module: nn.Module, style: Style, h
     context.refuse_sequence(name, style)
     rotary = context.model.get_submodule(name.rpartition(".")[0]).qk_rope_head_dim
     assert isinstance(rotary, int), "of the attention around it"
+    if not rotary:  # GLM-5.3 tells positions by recurrences alone
+        return
     copy = Converted(context.regions.copy_to, name, True)
 
     def copy_in(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -149,11 +149,12 @@ def _bare(name: str) -> nn.Module:
     """Return the model without weights. Raises ConfigError."""
     from transformers import CONFIG_MAPPING
 
+    from zero3d.models.copies import on_meta
     from zero3d.models.open import open_bare, open_model
 
     model = Model(path=name, init="random")
     if is_called(model):
-        return open_model(model).module.to("meta")
+        return on_meta(open_model(model).module)  # type: ignore[no-any-return]
     if os.path.exists(name) or name in PRESETS:
         return open_bare(model).module
     if name in CONFIG_MAPPING:
@@ -212,6 +213,8 @@ def fit_tower(config: Any) -> None:
     text = config.get_text_config()
     if hasattr(vision, "out_hidden_size"):
         vision.out_hidden_size = text.hidden_size
+    elif hasattr(vision, "embed_dim") and hasattr(vision, "spatial_merge_size"):  # Qwen2-VL, beside a width of its own
+        vision.hidden_size = text.hidden_size
     if hasattr(vision, "pixel_shuffle_ratio") and hasattr(vision, "projector_input_dim"):  # Llama 4
         vision.intermediate_size = round(vision.hidden_size / vision.pixel_shuffle_ratio**2)
     if hasattr(config, "mm_tokens_per_image") and hasattr(vision, "image_size"):  # Gemma 3 pools patches, 4 x 4 each

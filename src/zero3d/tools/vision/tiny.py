@@ -66,6 +66,7 @@ M_ROPE = {  # sections of half a head
 }  # fmt: skip
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")  # by layer
 TOWERS = ("vision", "audio", "vq", "sam", "high_res", "qformer", "perceiver", "adapter", "encoder_config")
+RANDOM = ("drop", "jitter")  # which comparisons are not
 NEITHER = ("model_type", "architectures", "dtype", "transformers_version", "per_layer_config")
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 CODES = 53  # the first of tokens that images are turned into
@@ -161,11 +162,13 @@ OWN: dict[str, dict[str, Any]] = {  # of a type on top of the rules, by dotted n
     "inkling_mm_model": {
         "text_config.logits_mup_width_multiplier": 1.0, "text_config.swa_num_attention_heads": 4,
         "text_config.swa_num_key_value_heads": 2, "text_config.swa_head_dim": 8, "text_config.sliding_window_size": 4,
-        "text_config.d_rel": 4, "text_config.rel_extent": 16, "vision_config.patch_size": 4,
+        "text_config.d_rel": 4, "text_config.rel_extent": 16, "text_config.mlp_layer_types": ["dense", "sparse"],
+        "vision_config.patch_size": 4,
         "audio_config.n_mel_bins": 2, "audio_config.mel_vocab_size": 4, "vision_config.num_hidden_layers": 5,
     },
     "internvl": {"vision_config.patch_size": [7, 7]},
     "kimi_k25": {"text_config.num_key_value_heads": 4},
+    "lfm2_vl": {"text_config.layer_types": ["conv", "full_attention"]},
     "lighton_ocr": {"spatial_merge_size": 1},
     "llama4": {
         "vision_config.patch_size": 7, "vision_config.intermediate_size": 128, "vision_config.vision_output_dim": 32,
@@ -187,15 +190,19 @@ OWN: dict[str, dict[str, Any]] = {  # of a type on top of the rules, by dotted n
     "muse_glimmer": {"out_hidden_size": 32 * 4, "vision_config.merge_size": 2},
     "muse_spark": {
         "out_hidden_size": 32 * 4, "text_config.moe_hidden_size": 16,
+        "text_config.mlp_layer_types": ["dense", "sparse"],
         "audio_config.depths": [1, 1], "audio_config.hidden_sizes": [8, 8], "audio_config.patch_sizes": [4, 2],
     },
     "nemotron_h_omni": {
-        "image_token_id": IMAGE, "vision_hidden_size": 32,
+        "image_token_id": IMAGE, "vision_hidden_size": 32, "text_config.num_hidden_layers": 3,
+        "text_config.layers_block_type": ["mamba", "moe", "attention"],
         "vision_config.max_img_size": 56, "text_config.mamba_num_heads": 4,
         "text_config.mamba_head_dim": 8, "text_config.n_groups": 1, "text_config.ssm_state_size": 8,
         "text_config.chunk_size": 8, "text_config.moe_shared_expert_intermediate_size": 16,
     },
     "qianfan_ocr": {"vision_config.patch_size": [7, 7]},
+    "qwen3_omni_moe_thinker": {"text_config.mlp_only_layers": [0]},
+    "qwen3_vl_moe": {"text_config.mlp_only_layers": [0]},
     "qwen4_exp": {
         "text_config.indexer_n_heads": 2, "text_config.indexer_kv_heads": 1, "text_config.indexer_head_dim": 8,
         "text_config.indexer_budget": 8, "text_config.indexer_compress_ratio": 2, "text_config.hc_lowrank": 8,
@@ -325,8 +332,8 @@ def _shrunk(config: Any, at: str) -> dict[str, Any]:
             made[name] = _shrunk(inner, name) | {"model_type": inner.model_type}
         elif value is None or name in NEITHER:
             pass
-        elif "drop" in name and not isinstance(value, bool):  # random, which comparisons are not
-            made[name] = 0.0
+        elif any(part in name for part in RANDOM) and not isinstance(value, bool):
+            made[name] = 0 if isinstance(value, int) else 0.0
         elif name in KINDS:
             made[name] = _one_of_each(value)
         elif name in rules:
@@ -335,7 +342,7 @@ def _shrunk(config: Any, at: str) -> dict[str, Any]:
             made[name] = [rule] * (2 if len(value) == layers else len(value)) if lists else rule
         elif name == "rope_parameters" and "mrope_section" in value:
             made[name] = M_ROPE
-        elif name.endswith(("_id", "_index")) and (token := _token(name)) is not None:
+        elif name.endswith(("_id", "token_index")) and (token := _token(name)) is not None:
             made[name] = token
         elif value != usual.get(name) and not (isinstance(value, (list, tuple)) and len(value) == layers):
             made[name] = value

@@ -14,7 +14,6 @@ Parameters are on the meta device. Each answer is a row; a row that says no has 
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from zero3d.models.adapters import find_targets
 from zero3d.models.bases import decoder_of, has_tower, layer_numbers, sees_images
 from zero3d.models.blocks import find_blocks
 from zero3d.models.codecs import CODECS
+from zero3d.models.copies import on_meta
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.packing import check_packing, inner_model
 from zero3d.models.packing_images import image_packing
@@ -112,7 +112,7 @@ def _tp(model: nn.Module) -> Row:
     refusal = ""
     for size in _divisors(heads or MOST_TP, MOST_TP):
         try:
-            parallelize(copy.deepcopy(model).to("meta"), Axis("tp", 0, size), Ledger())
+            parallelize(on_meta(model), Axis("tp", 0, size), Ledger())
         except ConfigError as error:
             refusal = refusal or str(error)
         else:
@@ -205,7 +205,7 @@ def _quantize(model: nn.Module, folder: Path | None) -> Row:
 
 def _packed_shapes(model: nn.Module) -> Counter[tuple[int, int]]:
     """Return how many matrices of each shape model.quantize packs where all of a model is frozen."""
-    frozen = copy.deepcopy(model).to("meta").requires_grad_(False)
+    frozen = on_meta(model).requires_grad_(False)
     shapes: Counter[tuple[int, int]] = Counter()
     for layer in find_layers(frozen).values():
         shapes[layer.out_features, layer.in_features] += 1

@@ -9,7 +9,6 @@ checkpoints are known by the names of their parameters.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from zero3d.config.sections import TEXT, WHOLE
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
+from zero3d.models.copies import on_meta
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.open import open_bare
 from zero3d.models.packing import check_packing
@@ -65,7 +65,7 @@ def _checks(config: Config) -> Iterator[Check]:
     if (sp := mesh.sp or 1) > 1:
         yield lambda model: check_sequence(model, sp, tp, mesh.sp_kind, mesh.sp_mixers)
     if tp > 1:
-        yield lambda model: parallelize(copy.deepcopy(model).to("meta"), Axis("tp", 0, tp), Ledger())
+        yield lambda model: parallelize(on_meta(model), Axis("tp", 0, tp), Ledger())
     if config.data.packing:
         yield check_packing
     yield check_blank_image
