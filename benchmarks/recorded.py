@@ -88,7 +88,7 @@ _CHECKOUTS = (
     ("transformers_ranks", " --minutes 8"),
     ("accelerate", " --minutes 8"),
     ("deepspeed", ""),
-    ("trl", ""),
+    ("trl", " --minutes 9"),
 )
 _CARD = (
     "--minutes 0.8 --json OUT --only ceilings,streams,syncs,memory,edges,loops,speed,offload",
