@@ -14,7 +14,7 @@ from verdicts import SUITES, read
 
 WHOSE = {
     "fsdp2": "FSDP2's contracts", "transformers": "transformers' Trainer", "accelerate": "Accelerate",
-    "deepspeed": "DeepSpeed", "trl": "TRL",
+    "transformers_ranks": "the Trainer's checkpoints and data", "deepspeed": "DeepSpeed", "trl": "TRL",
 }  # fmt: skip
 BY_THEMSELVES = {"deepspeed": "as many as each test starts", "fsdp2": "2"}  # their tests start ranks
 TOO, OVER = "fails in the original, too", "over the budget"

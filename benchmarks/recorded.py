@@ -83,7 +83,13 @@ _LAUNCHES = (
     "python benchmarks/instruments/step_syncs.py --layers 32 --stage 3",
 )
 _PEERS = "python benchmarks/peer_suites/run.py --json OUT --suite"
-_CHECKOUTS = (("transformers", ""), ("accelerate", " --minutes 8"), ("deepspeed", ""), ("trl", ""))
+_CHECKOUTS = (
+    ("transformers", ""),
+    ("transformers_ranks", " --minutes 8"),
+    ("accelerate", " --minutes 8"),
+    ("deepspeed", ""),
+    ("trl", " --minutes 9"),
+)
 _CARD = (
     "--minutes 0.8 --json OUT --only ceilings,streams,syncs,memory,edges,loops,speed,offload",
     "--json OUT --only parity,nccl,bits,shared,train",

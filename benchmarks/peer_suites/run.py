@@ -37,6 +37,7 @@ US = {
     "accelerate": "peer_accelerate",
     "deepspeed": "peer_deepspeed",
     "transformers": "peer_transformers",
+    "transformers_ranks": "peer_transformers",
     "trl": "peer_trl",
 }
 HELP = {"trl": ["local_hub"]}  # needed with and without us

@@ -178,9 +178,11 @@ def _fits(test: str, pattern: str) -> bool:
     return fnmatchcase(test, pattern.replace("[", "[[]"))
 
 
-def _ids(tree: Mapping[str, Any] | list[str], before: str = "") -> Iterator[str]:
-    """Yield the test ids of {file: {class: [tests]}} or {file: [tests]}."""
-    if isinstance(tree, Mapping):
+def _ids(tree: Mapping[str, Any] | list[str] | None, before: str = "") -> Iterator[str]:
+    """Yield the test ids of {file: {class: [tests]}} or {file: [tests]}; {file: {test: null}} is one beside classes."""
+    if tree is None:
+        yield before.removesuffix("::")
+    elif isinstance(tree, Mapping):
         for name, below in tree.items():
             yield from _ids(below, f"{before}{name}::")
     else:

@@ -1,6 +1,7 @@
 """DeepSpeed's loop beside plain PyTorch: what accumulates, what is forgotten, whole batches, weights, fp32 states."""
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,36 @@ def test_scale_wrt_gas_false_adds_the_gradients_of_micro_batches_up(stage):
     assert other.backward(loss).item() == pytest.approx(loss.item() / MICRO)
     other.step()
     assert norm(other, 1, scale_wrt_gas=False) == pytest.approx(norm_of([(0.5, 0), (1, 1)]), rel=1e-5)
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 0}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_that_is_scaled_by_the_program_trains_in_fp16(stage):
+    found = []
+    for scales in (False, True):
+        engine, norms = opened(stage, **FP16), []
+        for number in range(2 * MICRO):
+            loss = loss_of(engine, batch(number))
+            if scales:
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+            norms += [engine.get_global_grad_norm()]
+        found.append(norms[MICRO - 1 :: MICRO])
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+def test_a_loss_that_nobody_has_scaled_is_refused_in_fp16_also_after_one_that_was():
+    engine = opened(1, **FP16)
+    engine.scale(loss_of(engine, batch(0))).backward()
+    engine.scale(loss_of(engine, batch(1)))  # and no backward
+    with pytest.raises(ConfigError, match="fp16' needs a scaled loss"):
+        loss_of(engine, batch(1)).backward()
+    with pytest.raises(ConfigError, match=r"scale needs one number, and the loss has shape \(2,\)"):
+        engine.scale(torch.ones(2))
 
 
 def test_was_step_applied_is_of_the_latest_step():
@@ -314,6 +345,28 @@ def two_ranks_load(stage, folder):
 def test_two_ranks_take_weights_of_a_checkpoint_and_write_one_file(ranks, tmp_path, stage):
     assert ranks(2, two_ranks_load, stage, str(tmp_path)) == [(True, 1), (True, 1)]
     assert load_file(tmp_path / str(stage) / "weights.safetensors").keys() == hf("llama").state_dict().keys()
+
+
+def other_tags(folder):
+    """What a rank is told that saves under a tag of its own, and what is in the folder then."""
+    engine = opened(1)
+    norm(engine, 0, 1)
+    with pytest.raises(ConfigError) as told:
+        engine.save_checkpoint(folder, tag=f"tag-{engine.global_rank}")
+    return str(told.value), sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_ranks_with_different_tags_write_nothing(ranks, tmp_path):
+    (first, nothing), (second, _) = ranks(2, other_tags, str(tmp_path))
+    assert "save_checkpoint(tag='tag-0') on rank 0, and 'tag-1' on rank 1: a checkpoint is one folder" in first
+    assert "save_checkpoint(tag='tag-1') on rank 1, and 'tag-0' on rank 0" in second
+    assert nothing == []
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_checkpoint_without_a_folder_is_refused(folder):
+    with pytest.raises(ConfigError, match="names no folder"):
+        opened(1).save_checkpoint(folder)
 
 
 def full_states(stage, precision):

@@ -81,6 +81,12 @@ def test_every_key_has_one_fate_and_those_that_are_mapped_exist():
     assert all(row.why and row.instead for row in REFUSED_KEYS.values())
 
 
+def test_a_value_that_deepspeed_does_not_know_is_refused_also_of_a_key_without_an_effect(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.tag_validation='foo': it must be one of Ignore, Warn, Fail"):
+        read(tmp_path, {"checkpoint": {"tag_validation": "foo"}}, [])
+    read(tmp_path, {"checkpoint": {"tag_validation": "WARN"}}, [])
+
+
 def test_all_problems_are_named_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"zero_optimization\.stag .* And 2 more: .*bf16\.enable .*amp="):
         read(tmp_path, {"zero_optimization": {"stag": 1}, "bf16": {"enable": 1}, "amp": {"enabled": True}}, [])

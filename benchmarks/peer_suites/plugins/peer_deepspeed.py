@@ -1,4 +1,4 @@
-"""deepspeed.initialize, zero.Init, zero.GatheredParameters and what utils has for parameters are ours.
+"""deepspeed.initialize, its error, zero.Init, zero.GatheredParameters and what utils has for parameters are ours.
 
 They are so in DeepSpeed's harness: DeepSpeed itself is installed, for its tests import its names.
 
@@ -15,6 +15,7 @@ os.environ.setdefault("LOCAL_SIZE", "2")  # CPUs count as one device each elsewh
 import deepspeed
 import torch.multiprocessing
 
+from zero3d.errors import ConfigError
 from zero3d.ways.deepspeed import initialize, utils, zero
 
 _set_start_method = torch.multiprocessing.set_start_method
@@ -25,7 +26,7 @@ def fork(method: str, force: bool = False) -> None:
     _set_start_method("fork" if method == "forkserver" else method, force=force)
 
 
-deepspeed.initialize = initialize
+deepspeed.initialize, deepspeed.DeepSpeedConfigError = initialize, ConfigError
 deepspeed.zero.Init, deepspeed.zero.GatheredParameters = zero.Init, zero.GatheredParameters
 for name in [name for name in vars(utils) if name.startswith("safe_") or name == "RepeatingLoader"]:
     setattr(deepspeed.utils, name, getattr(utils, name))

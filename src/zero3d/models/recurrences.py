@@ -15,7 +15,6 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -54,13 +53,15 @@ def read_past(model: nn.Module) -> set[str]:
 
     A mixer does, or a module that multiplies by what it has clamped while it is trained (Gemma 3n).
     """
-    clamped = ((owner, name, module) for owner, module in model.named_modules() for name in _clamped(type(module)))
+    clamped = {kind: _clamped(kind) for kind in {type(module) for module in model.modules()}}
     return read_by_mixers(model) | {
-        f"{owner}.{name}".lstrip(".") for owner, name, module in clamped if hasattr(module, name)
+        f"{owner}.{name}".lstrip(".")
+        for owner, module in model.named_modules()
+        for name in clamped[type(module)]
+        if hasattr(module, name)
     }
 
 
-@lru_cache(maxsize=None)
 def _clamped(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of modules for which methods of a class have `self.NAME.weight.clamp(...)`."""
     return frozenset(name for method in vars(kind).values() if inspect.isfunction(method) for name in _clamps(method))

@@ -49,6 +49,7 @@ class Accumulation:
         self._draw = draw
         self._announced: Contribution | None = None
         self._counted = False
+        self._scaled = -1  # the graph task of the latest backward of a loss that its caller has scaled
         self.usual = accumulate
         self.count = 0
         self.reached = False
@@ -104,6 +105,10 @@ class Accumulation:
         self.reached = True
         self.weights = list(weights) or [0.0] * micro_batches
 
+    def scaled_by_caller(self, _: Tensor) -> None:
+        """Note, as a hook of a loss times the loss scale, that the backward under way is of a scaled loss."""
+        self._scaled = torch._C._current_graph_task_id()
+
     def forward_begins(self) -> None:
         """Note that a root forward in training begins: of the next micro-batch, or one more of the same."""
         if self._draw is not None and self._drawn != self.count:
@@ -121,7 +126,8 @@ class Accumulation:
                 "which would not be the norm any more: take the step, optimizer.step(), or forget its gradients, "
                 "optimizer.zero_grad(), before the next backward."
             )
-        if self._scales_loss and self._announced is None:
+        is_scaled = self._announced is not None or self._scaled == torch._C._current_graph_task_id()
+        if self._scales_loss and not is_scaled:
             raise ConfigError(
                 "precision='fp16' needs a scaled loss, and a plain loss.backward() has none: small gradients would "
                 "become zero. Call engine.backward(loss), or pass precision='bf16'."

@@ -29,8 +29,8 @@ from zero3d.checkpoint.manifest import BUFFER
 from zero3d.checkpoint.offline_export import weight
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.checkpoint.writing import told
-from zero3d.distributed.agreement import agree
-from zero3d.errors import CheckpointError, ConfigError
+from zero3d.distributed.agreement import agree, exchange_texts
+from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.models.names import persistent_buffers
 from zero3d.watchdog.own_files import write_whole
 from zero3d.ways.deepspeed.client_state import decode, encode
@@ -61,7 +61,7 @@ class Checkpoints(Questions):
                 "save_checkpoint(exclude_frozen_parameters=True) is not supported: leave it out, or have "
                 "module_state_dict(exclude_frozen_parameters=True) for weights alone."
             )
-        folder, tag = Path(save_dir), tag or f"global_step{self.global_steps}"
+        folder, tag = self._named(save_dir, tag)
         loop = {
             "client_state": encode(client_state or {}),
             "micro_steps": self.micro_steps,
@@ -73,6 +73,21 @@ class Checkpoints(Questions):
             with told(folder / LATEST):
                 write_whole(folder / LATEST, tag)
         return True
+
+    def _named(self, save_dir: str | Path, tag: str | None) -> tuple[Path, str]:
+        """Return the folder of checkpoints and the tag of one. Raises ConfigError where ranks have several tags."""
+        if not save_dir:
+            raise ConfigError(
+                f"save_checkpoint(save_dir={save_dir!r}) names no folder: pass one, such as 'checkpoints'."
+            )
+        mine = str(tag or f"global_step{self.global_steps}")
+        for rank, other in enumerate(exchange_texts(self.engine.world.patient, mine)):
+            if other != mine:
+                raise ConfigError(
+                    f"save_checkpoint(tag={short(mine)!r}) on rank {self.global_rank}, and {short(other)!r} on rank "
+                    f"{rank}: a checkpoint is one folder of all ranks, so pass the same tag on each."
+                )
+        return Path(save_dir), mine
 
     def load_checkpoint(
         self,

@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 from zero3d.config.hints import nearest
 from zero3d.errors import ConfigError, short
 from zero3d.reading import Unreadable, read_text
-from zero3d.ways.deepspeed.keys import COMMENT, DOTTED, IDLE, IGNORED, OPAQUE, OPTIMIZER, PARAM, REFUSED, SECTIONS, ZERO
+from zero3d.ways.deepspeed.keys import (
+    CHOICES,
+    COMMENT,
+    DOTTED,
+    IDLE,
+    IGNORED,
+    OPAQUE,
+    OPTIMIZER,
+    PARAM,
+    REFUSED,
+    SECTIONS,
+    ZERO,
+)
 
 AUTO = "auto"
 OF_PROGRAMS = {"optimizer.params.adam_w_mode"}  # which `initialize` takes, and nothing else
@@ -127,6 +139,11 @@ def document_of(tree: Any, name: str, program: bool = False) -> Document:
     problems = list(_flatten(tree, "", flat))
     refused = REFUSED.keys() - (OF_PROGRAMS if program else set())
     problems += [why for key, value in flat.items() if key in refused and (why := _refusal(flat, key, value))]
+    problems += [
+        f"{key}={shown(flat[key])}: it must be one of {', '.join(words)}."
+        for key, words in CHOICES.items()
+        if key in flat and str(flat[key]).upper() not in map(str.upper, words)
+    ]
     raise_all(name, problems)
     idle = {key: value for key, value in flat.items() if key in IDLE or _is_comment(key)}
     values = {key: value for key, value in flat.items() if key not in idle and key not in refused}

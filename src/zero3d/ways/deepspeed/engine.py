@@ -85,16 +85,25 @@ class DeepSpeedEngine(Batches, Checkpoints):
         evaluates only.
         """
         self._refuse_evaluating("backward()")
-        if loss.numel() != 1:
-            raise ConfigError(
-                f"backward needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean()."
-            )
+        _refuse_several("backward", loss)
         scaled = at_least_fp32(loss) / self._batch.accumulate if scale_wrt_gas else loss
         last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         weight = float(last and not self.engine.accumulation.reached)  # 1 per rank and step: a mean over ranks
         kept: Any = {"run": lambda total: total.backward(retain_graph=True)} if retain_graph else {}
         self.engine.backward_sum(scaled, weight, last, **kept)
         return scaled.to(loss.dtype)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a micro-batch's loss times the loss scale, for `engine.scale(loss).backward()`.
+
+        In fp16 a plain `loss.backward()` is refused, here as in DeepSpeed. The loss is not divided by the accumulation
+        steps: the step is of the mean over its micro-batches. Raises ConfigError like `backward`.
+        """
+        self._refuse_evaluating("scale()")
+        _refuse_several("scale", loss)
+        scaled = at_least_fp32(loss) * self.engine.loss_scale.value
+        scaled.register_hook(self.engine.accumulation.scaled_by_caller)  # type: ignore[no-untyped-call]
+        return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Apply the step if this micro-batch was the last of it, then go on with the schedule.
@@ -249,6 +258,11 @@ class DeepSpeedEngine(Batches, Checkpoints):
         raise AttributeError(
             f"the engine has no {name!r} of DeepSpeed's here; `engine.engine` is zero3d's, `engine.module` the model."
         )
+
+
+def _refuse_several(call: str, loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise ConfigError(f"{call} needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean().")
 
 
 def _freeze(model: nn.Module) -> list[tuple[nn.Parameter, bool]]:

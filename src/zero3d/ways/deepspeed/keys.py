@@ -250,6 +250,9 @@ OPAQUE = frozenset(  # sections whose inner keys are looked at by nobody: withou
         "tensor_parallel.tp",
     }
 )
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # in any case, also of keys without an effect
+    {"checkpoint.tag_validation": ("Ignore", "Warn", "Fail")}
+)
 DOTTED = frozenset({*MAPPED, *IDLE, *REFUSED})
 SECTIONS = frozenset(
     ".".join(parts[:depth]) for parts in (key.split(".") for key in DOTTED) for depth in range(1, len(parts))

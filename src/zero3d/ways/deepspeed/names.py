@@ -42,7 +42,6 @@ _NAMES = {  # what to use: the names; NAME.* is a module of DeepSpeed's with all
         "profiling.* engine.get_wall_clock_timers engine.get_compile_time"
     ),
     "use zero3d train with log.to=tensorboard": "monitor.*",
-    "use engine.backward(loss), which scales it": "engine.scale",
     "use stage 0 or 1, which reduce once in a step, and no_sync()": "engine.coalesce_grad_reduction",
     "leave it out: the last backward of a step reduces": (
         "engine.allreduce_gradients engine.buffered_allreduce_fallback"
