@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     device = "cuda" if torch.cuda.device_count() >= arguments.ranks else "cpu"
     start = Start(arguments.ranks, "nccl" if device == "cuda" else "gloo", device, arguments.malloc)
-    names = variant_names(arguments.engines, arguments.stages, arguments.exact, arguments.weights)
+    names = variant_names(arguments.engines, arguments.stages, arguments.exact, arguments.weights, arguments.autocast)
     with private_extensions():
         variants = time_variants(start, arguments, names) if arguments.rounds else {name: {} for name in names}
         if arguments.memory_steps:
@@ -100,6 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--reduce-dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--exact", choices=("off", "on", "both"), default="off", help="zero3d's exact mode beside it")
+    parser.add_argument("--autocast", choices=("off", "on", "both"), default="off", help="forwards in torch.autocast")
     parser.add_argument("--weights", choices=("kept", "cast", "both"), default="kept", help="16-bit ones at stage 3")
     parser.add_argument("--malloc", choices=("keep", "default"), default="keep")
     parser.add_argument("--memory-steps", type=int, default=3, help="steps per variant for memory; 0: not measured")
@@ -110,6 +111,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--precision fp32 cannot reduce in bf16: leave --reduce-dtype out")
     if arguments.exact != "off" and arguments.precision != "fp32" and arguments.reduce_dtype != "fp32":
         parser.error("--exact sums in fp32: leave --reduce-dtype out")
+    if arguments.autocast != "off" and arguments.precision == "fp32":
+        parser.error("--autocast computes in 16 bits: leave --precision fp32 out")
     if arguments.weights != "kept" and (3 not in arguments.stages or arguments.precision == "fp32"):
         parser.error(f"--weights {arguments.weights} is for 16-bit weights at stage 3: leave it out")
     for name, left_out in (("memory_steps", "memory"), ("rounds", "times"), ("lora", "adapters")):

@@ -64,7 +64,12 @@ def stamp(name: str) -> str:
 def called(variant: str) -> str:
     """A variant as a reader knows it."""
     engine, _, stage = variant.rpartition("-")
-    ours = {"zero3d": "zero3d stage", "zero3d-exact": "zero3d exact, stage", "deepspeed": "DeepSpeed stage"}
+    ours = {
+        "zero3d": "zero3d stage",
+        "zero3d-exact": "zero3d exact, stage",
+        "zero3d-autocast": "zero3d in autocast, stage",
+        "deepspeed": "DeepSpeed stage",
+    }
     ours["zero3d-cast"] = "zero3d, cast weights, stage"
     return f"{ours[engine]} {stage}" if engine in ours else NAMES[variant]
 
@@ -604,6 +609,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "engines-memory": engines_memory,
     "one-rank-targets": lambda: targets("engines-one-rank"),
     "exact-targets": lambda: targets("engines-exact"),
+    "autocast-cost": lambda: engine_steps("engines-autocast"),
     "deepspeed-targets": lambda: targets("deepspeed"),
     "deepspeed-steps": lambda: engine_steps("deepspeed"),
     "pipelines": pipelines,

@@ -9,6 +9,7 @@ recompute blocks in backward: zero3d by its own `recompute`, FSDP2 by torch's `c
 
     zero3d-S         zero3d.Engine at stage S
     zero3d-exact-S   the same with exact=True
+    zero3d-autocast-S  the same with autocast=True
     zero3d-cast-3    stage 3 whose weights are cast from their masters in each gather
     fsdp2-reshard    fully_shard on exactly the modules that zero3d makes units of, then on the root;
                      fp32 sharded parameters, MixedPrecisionPolicy; reshard_after_forward=True but for
@@ -119,8 +120,9 @@ def adamw(params: Iterable[Any]) -> AdamW:
 def build_variant(name: str, setting: Setting) -> Variant:
     """A variant by its name. Every rank must build the same ones in the same order."""
     if name.startswith("zero3d-"):
-        weights = "cast" if "cast" in name else "kept"
-        return Zero3d(setting, int(name.rpartition("-")[2]), exact="exact" in name, weights=weights)
+        weights = "cast" if "-cast-" in name else "kept"
+        options = {"exact": "exact" in name, "autocast": "autocast" in name}
+        return Zero3d(setting, int(name.rpartition("-")[2]), weights, **options)
     if name.startswith("fsdp2-"):
         return Fsdp2(setting, reshard=name == "fsdp2-reshard")
     if name.startswith("deepspeed-"):
@@ -139,9 +141,7 @@ def shared_mesh(device: torch.device) -> Mesh:
 class Zero3d(Accumulated):
     """zero3d's engine."""
 
-    def __init__(
-        self, setting: Setting, stage: int, exact: bool = False, linear: str | None = None, weights: str = "kept"
-    ) -> None:
+    def __init__(self, setting: Setting, stage: int, weights: str = "kept", **options: Any) -> None:
         model, self.accumulate = setting.build(), setting.accumulate
         recompute(model, "full" if setting.recompute else "none")
         self.engine = Engine(
@@ -153,9 +153,8 @@ class Zero3d(Accumulated):
             clip_norm=CLIP,
             optimizer=adamw,
             accumulate=setting.accumulate,
-            exact=exact,
-            linear=linear,
             weight_shards=weights,
+            **options,
         )
         self.module = self.engine.module
 

@@ -180,6 +180,10 @@ RECIPES = {
             "engines-exact",
             ("python benchmarks/engines.py --engines zero3d --stages 2,3 --exact both --memory-steps 0 --json OUT",),
         ),
+        Recipe(
+            "engines-autocast",
+            ("python benchmarks/engines.py --engines zero3d --stages 2,3 --autocast both --json OUT",),
+        ),
         Recipe("deepspeed", (_DEEPSPEED, f"{_DEEPSPEED} --micro-batch 1")),
         Recipe("pipeline", tuple(f"python benchmarks/pipeline.py --micro-batches {m} --json OUT" for m in (8, 4))),
         Recipe(

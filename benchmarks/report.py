@@ -72,13 +72,16 @@ def targets(ranks: int, accumulate: int) -> tuple[Target, ...]:
     return (*(SEVERAL_RANKS if ranks > 1 else ONE_RANK), *of_memory)
 
 
-def variant_names(engines: list[str], stages: list[int], exact: str = "off", weights: str = "kept") -> list[str]:
+def variant_names(
+    engines: list[str], stages: list[int], exact: str = "off", weights: str = "kept", autocast: str = "off"
+) -> list[str]:
     """What to run: the stages asked for and the peers that these engines name.
 
-    exact    off, on or both
-    weights  of stage 3: kept, cast or both
+    exact, autocast  off, on or both
+    weights          of stage 3: kept, cast or both
     """
     ours = {"off": ["zero3d"], "on": ["zero3d-exact"], "both": ["zero3d", "zero3d-exact"]}[exact]
+    ours = {"off": ours, "on": ["zero3d-autocast"], "both": [*ours, "zero3d-autocast"]}[autocast]
     names = [f"{name}-{stage}" for name in ours for stage in stages]
     if weights == "cast":
         names = [name for name in names if name != "zero3d-3"]

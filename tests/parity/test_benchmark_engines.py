@@ -112,6 +112,8 @@ def test_weights_that_are_cast_are_a_variant_of_stage_3_alone():
     assert report.variant_names(["zero3d"], [2, 3], weights="both") == ["zero3d-2", "zero3d-3", "zero3d-cast-3"]
     assert report.variant_names(["zero3d"], [2, 3], weights="cast") == ["zero3d-2", "zero3d-cast-3"]
     assert report.variant_names(["zero3d"], [2, 3]) == ["zero3d-2", "zero3d-3"]
+    both = report.variant_names(["zero3d"], [2], autocast="both")
+    assert both == ["zero3d-2", "zero3d-autocast-2"]
 
 
 @pytest.mark.parametrize(("words", "why"), [
