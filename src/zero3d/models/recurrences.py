@@ -15,7 +15,6 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -60,7 +59,6 @@ def read_past(model: nn.Module) -> set[str]:
     }
 
 
-@lru_cache(maxsize=None)
 def _clamped(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of modules for which methods of a class have `self.NAME.weight.clamp(...)`."""
     return frozenset(name for method in vars(kind).values() if inspect.isfunction(method) for name in _clamps(method))
