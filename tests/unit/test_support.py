@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tiny_types
 import torch
 import vision
 from families import family, llava
@@ -16,7 +17,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.adapters import default_targets
 from zero3d.models.copies import on_meta
 from zero3d.models.trained import open_trained
-from zero3d.sequence.group import check_sequence
+from zero3d.sequence.group import check_sequence, own_loss
 from zero3d.spec.formats import FORMATS
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tools.cli.main import main
@@ -55,6 +56,13 @@ def test_a_copy_on_meta_keeps_what_is_tied_and_leaves_the_model_as_it_is():
     assert not made.lm_head.weight.requires_grad
     assert {t.device.type for t in (*made.parameters(), *made.buffers())} == {"meta"}
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+
+
+def test_sp_of_a_model_with_a_loss_of_its_own_is_answered_in_the_engine_s_words():
+    model = tiny_types.model("whisper")
+    row = answers(model)["sp"]
+    assert (row.supported, row.refusal) == (False, own_loss(model))
+    assert "WhisperForCausalLM computes a loss of its own from its labels" in row.refusal
 
 
 def test_degrees_are_those_that_divide():

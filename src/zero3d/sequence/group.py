@@ -297,7 +297,7 @@ def _forget(name: str) -> None:
 def _take_loss(inner: Any, comm: Comm) -> GroupLoss | None:
     """Put the group's loss in the place of a model's loss of tokens; None, and no labels, for a model that has none."""
     loss: Any = getattr(inner, "loss_function", None)
-    if not calls_loss(inner) or not (hasattr(loss, "of_tokens") or getattr(loss, "__name__", "") in LOSSES):
+    if not has_known_loss(inner):
         inner.register_forward_pre_hook(partial(_refuse_labels, inspect.signature(inner.forward)), with_kwargs=True)
         return None
     inner.loss_function = taken = GroupLoss(loss, comm, getattr(loss, "__name__", SHIFTED) == SHIFTED)
@@ -310,16 +310,27 @@ def _take_scores(inner: Any, comm: Comm) -> GroupScores:
     return taken
 
 
+def has_known_loss(inner: nn.Module) -> bool:
+    """Return whether a model calls a loss of tokens that the group's can stand for."""
+    loss: Any = getattr(inner, "loss_function", None)
+    return calls_loss(inner) and (hasattr(loss, "of_tokens") or getattr(loss, "__name__", "") in LOSSES)
+
+
 def _refuse_labels(signature: inspect.Signature, inner: nn.Module, args: Any, kwargs: Any) -> None:
     given = signature.bind_partial(*args, **kwargs).arguments
     if (
         name := next((name for name in ("labels", "start_positions") if given.get(name) is not None), None)
     ) is not None:
-        raise ConfigError(
-            f"{type(inner).__name__} computes a loss of its own from its {name}, not one of transformers' losses of "
-            f"tokens ({', '.join(LOSSES)}), and mesh.sp cannot split {name} for it: pass no {name} and a loss of "
-            "rows, Engine(loss=...), or type mesh.sp=1."
-        )
+        raise ConfigError(own_loss(inner, name))
+
+
+def own_loss(inner: nn.Module, name: str = "labels") -> str:
+    """Say that a model's own loss cannot be split."""
+    return (
+        f"{type(inner).__name__} computes a loss of its own from its {name}, not one of transformers' losses of "
+        f"tokens ({', '.join(LOSSES)}), and mesh.sp cannot split {name} for it: pass no {name} and a loss of "
+        "rows, Engine(loss=...), or type mesh.sp=1."
+    )
 
 
 def _function(decoder: Any, implementation: str) -> Any:

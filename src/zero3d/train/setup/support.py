@@ -14,6 +14,7 @@ Parameters are on the meta device. Each answer is a row; a row that says no has 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ from zero3d.models.quantised import find_layers
 from zero3d.models.quantised_experts import pack_stacks
 from zero3d.models.quantised_folders import SETTINGS, check_method, stored_format
 from zero3d.pipeline.split import chain_of
-from zero3d.sequence.group import check_sequence
+from zero3d.sequence.group import check_sequence, has_known_loss, own_loss
 from zero3d.sequence.trial import try_rows
 from zero3d.spec.formats import FORMATS, NF4
 from zero3d.tensor_parallel.parallelize import parallelize, read_styles
@@ -145,6 +146,9 @@ def _ep(model: nn.Module) -> Row:
 
 def _sp(model: nn.Module) -> Row:
     check_sequence(model, 2, 1, "auto")
+    inner = inner_model(model)
+    if "labels" in inspect.signature(inner.forward).parameters and not has_known_loss(inner):
+        raise ConfigError(own_loss(inner))
     heads, attention = try_rows(decoder_of(model)).heads(), _heads(model)
     most = "any" if heads is None else f"up to {heads}, as recurrences have so many heads"
     return Row("sp", True, f"{most}; by heads up to {attention}" if attention else most)
