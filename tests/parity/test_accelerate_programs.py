@@ -72,6 +72,8 @@ def ended(folder):
             except zero3d.ConfigError as error:
                 words = str(error)
         accelerator.wait_for_everyone()
+        with pytest.raises(zero3d.CheckpointError, match="rank 0 failed: NotADirectoryError"):  # on all ranks
+            unwrapped.save_pretrained(folder / "config.json" / "model")
         accelerator.engine.unshard()
         if main:
             unwrapped.save_pretrained(folder / "whole")
@@ -158,6 +160,7 @@ def test_a_folder_of_a_plain_trainer_goes_on_in_a_loop_of_accelerates(tmp_path):
     accelerator.load_state(str(folder))
     assert accelerator.engine.steps == 4
     assert schedule.scheduler.last_epoch == 4
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] != 1e-2
     moments = optimizer.state_dict()["state"]
     assert all(state["exp_avg"].abs().sum() > 0 for state in moments.values())
     trained(accelerator, model, optimizer, loader)

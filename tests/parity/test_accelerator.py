@@ -750,16 +750,17 @@ def test_mixed_precision_is_accelerates_in_the_model_and_around_it(ranks):
         assert dtypes == of_accelerate == [torch.float32, torch.bfloat16, torch.float32]
 
 
-def without_autocast(handler):
+def without_autocast(chosen):
     import accelerate
 
     from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
-        said = {"kwargs_handlers": [accelerate.utils.AutocastKwargs(enabled=False)]} if handler else {}
-        chosen = {} if handler else {"options": {"autocast": False}}
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16", stage=2, **said, **chosen)
+        handlers = [accelerate.utils.AutocastKwargs(enabled=False)] if chosen is None else []
+        accelerator = Accelerator(
+            cpu=True, mixed_precision="bf16", stage=2, kwargs_handlers=handlers, options=chosen or {}
+        )
         model = hf("llama")
         model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         with accelerator.autocast():
@@ -767,6 +768,8 @@ def without_autocast(handler):
         return model(input_ids=token_ids(0)).logits.dtype, product.dtype
 
 
-@pytest.mark.parametrize("handler", [True, False])
-def test_autocast_is_off_where_a_handler_or_an_option_says_so(handler):
-    assert without_autocast(handler) == (torch.bfloat16, torch.float32)
+@pytest.mark.parametrize(("chosen", "dtype"), [
+    (None, torch.bfloat16), ({"autocast": False}, torch.bfloat16), ({"precision": "fp32"}, torch.float32),
+])  # fmt: skip
+def test_autocast_is_off_where_a_handler_or_an_option_says_so(chosen, dtype):
+    assert without_autocast(chosen) == (dtype, torch.float32)

@@ -158,6 +158,16 @@ def test_a_norm_with_weights_in_16_bits_takes_an_input_in_fp32(kind):
         assert grad.dtype == torch.bfloat16
 
 
+def test_a_bilinear_layer_with_weights_in_16_bits_takes_inputs_in_fp32():
+    torch.manual_seed(0)
+    x, layer = torch.randn(3, 4), nn.Bilinear(4, 4, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = layer(x, x).float()
+    layer.to(torch.bfloat16)
+    compute_in_autocast({0: layer}, 0, "cpu", torch.bfloat16)
+    assert torch.equal(layer(x, x), wanted)
+
+
 class Convolutions(nn.Module):
     """Two convolutions with batch norms, as models of images have them."""
 
