@@ -45,7 +45,7 @@ SLOW_BF16 := $(shell grep -qsE 'avx512|bf16' /proc/cpuinfo || echo --precision f
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(CPU:%=ZERO3D_TEST_CPU=%) $(BIN)/python
 PYTEST := $(PYTHON_TESTS) -m pytest --numprocesses=$(JOBS)
 AXOLOTL := 0.21.0
-PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
+PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning lightning_programs trl trl_vision) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
 .PHONY: demo demo-llava demo-qlora demo-vlm demo-grpo test test-part test-all test-peers costs costs-all sizes drawing mutants campaign lint bench versions tables docs clean

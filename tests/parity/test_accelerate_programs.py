@@ -6,9 +6,12 @@ from functools import partial
 import pytest
 import torch
 from models import hf
+from tensors import assert_near
 from trainers import Rows, arguments, launched
 
 import zero3d
+
+RATE = 1e-2
 
 
 def fresh():
@@ -69,6 +72,8 @@ def ended(folder):
             except zero3d.ConfigError as error:
                 words = str(error)
         accelerator.wait_for_everyone()
+        with pytest.raises(zero3d.CheckpointError, match="rank 0 failed: NotADirectoryError"):  # on all ranks
+            unwrapped.save_pretrained(folder / "config.json" / "model")
         accelerator.engine.unshard()
         if main:
             unwrapped.save_pretrained(folder / "whole")
@@ -155,6 +160,7 @@ def test_a_folder_of_a_plain_trainer_goes_on_in_a_loop_of_accelerates(tmp_path):
     accelerator.load_state(str(folder))
     assert accelerator.engine.steps == 4
     assert schedule.scheduler.last_epoch == 4
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] != 1e-2
     moments = optimizer.state_dict()["state"]
     assert all(state["exp_avg"].abs().sum() > 0 for state in moments.values())
     trained(accelerator, model, optimizer, loader)
@@ -185,3 +191,59 @@ def trained_by_turns(parts):
 @pytest.mark.long
 def test_two_accelerators_train_two_models_by_turns():
     assert two_at_once(together=True) == two_at_once(together=False)
+
+
+def adversaries(kind, stage=2):
+    """Losses of a generator and a discriminator, each with an Accelerator, whose gradients `zero_grad` of the modules
+    forgets: those that the discriminator gets of the generator's losses, too.
+    """
+    import accelerate
+
+    from zero3d.ways.huggingface.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        nets = [torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, n)) for n in (3, 1)]
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=RATE) for net in nets]
+        loader = torch.utils.data.DataLoader(torch.randn(12, 3), batch_size=2)
+        plain = kind == "plain"
+        of_g, of_d = (accelerate.Accelerator(cpu=True) if plain else Accelerator(cpu=True, stage=stage) for _ in nets)
+        make, for_make, loader = of_g.prepare(nets[0], optimizers[0], loader)
+        judge, for_judge = of_d.prepare(nets[1], optimizers[1])
+        softplus, losses = torch.nn.functional.softplus, []
+        with of_d.join_uneven_inputs([judge]):
+            for step, real in enumerate(loader):
+                fake = make(real.flip(0))
+                judge.zero_grad()
+                losses.append(softplus(-judge(real)).mean() + softplus(judge(fake.detach())).mean())
+                of_d.backward(losses[-1])
+                for_judge.step()
+                make.zero_grad()
+                verdict = judge(fake)
+                losses.append(softplus(-verdict).mean())
+                if plain:  # a second backward of a graph averages nothing under DistributedDataParallel
+                    of_g.backward(losses[-1] + verdict.pow(2).mean())
+                else:
+                    of_g.backward(losses[-1], retain_graph=True)
+                    of_g.backward(verdict.pow(2).mean())
+                if step != 1:  # a step is left out, and its gradients are forgotten
+                    for_make.step()
+        weights = [of.get_state_dict(net) for of, net in ((of_g, make), (of_d, judge))]
+        return [of_g.gather(loss.detach().reshape(1)).mean().item() for loss in losses], weights
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
+@pytest.mark.filterwarnings("ignore:.*[Jj]oin")
+def test_two_models_that_train_against_each_other_have_accelerates_curve(ranks, stage):
+    wanted, there = ranks(2, adversaries, "plain")[0]
+    found, weights = ranks(2, adversaries, "ours", stage)[0]
+    assert found == pytest.approx(wanted, rel=1e-5)
+    for ours, plain in zip(weights, there, strict=True):
+        assert_near(ours, plain, 1e-4, rate=RATE)
+
+
+def test_uneven_inputs_are_told_that_they_are_even():
+    fresh()
+    accelerator, model, *_ = prepared()
+    with pytest.warns(UserWarning, match="join_uneven_inputs changes nothing"), accelerator.join_uneven_inputs([model]):
+        pass

@@ -332,10 +332,27 @@ def refused(what):
             "precision": lambda: Accelerator(cpu=True, mixed_precision="fp8"),
             "stage": lambda: Accelerator(cpu=True, stage=1, options={"stage": 3}),
             "graph": lambda: accelerator.backward(
-                model(input_ids=torch.ones(1, 4).long()).logits.sum(), retain_graph=True
+                model(input_ids=torch.ones(1, 4).long()).logits.sum(), create_graph=True
             ),
+            "uneven": lambda: accelerator.join_uneven_inputs([model], even_batches=False).__enter__(),
+            "part": lambda: (
+                accelerator.backward(model(input_ids=torch.ones(1, 4).long()).logits.sum()),
+                model.lm_head.zero_grad(),
+            ),
+            "crossed": lambda: crossed(Accelerator(cpu=True)),
+            "crossed again": lambda: crossed(Accelerator(cpu=True), first_alone=True),
         }
         fails[what]()
+
+
+def crossed(accelerator, first_alone=False):
+    """Two models and their optimizers, each prepared with the other's: steps would be each rank's own."""
+    nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    if first_alone:
+        accelerator.prepare(nets[1])
+    accelerator.prepare(nets[0], optimizers[1])
+    accelerator.prepare(nets[1])
 
 
 @pytest.mark.parametrize(("what", "words"), [
@@ -343,11 +360,15 @@ def refused(what):
     ("some", r"clip_grad_norm_ with 1 of \d+ trained parameters"),
     ("closure", r"optimizer\.step\(closure\) is not supported"),
     ("apart", r"prepared with its model, in one call: accelerator\.prepare\(model, optimizer\)"),
-    ("two", r"2 models and 1 optimizers"),
+    ("two", r"2 models and 1 optimizers.*each has an Accelerator of its own"),
     ("plugin", r"Accelerator\(fsdp_plugin=\.\.\.\) would shard the model a second time"),
     ("precision", r"mixed_precision='fp8': one of no, bf16, fp16"),
     ("stage", r"Accelerator takes the stage by itself: pass stage=3, not in options"),
-    ("graph", r"accelerator\.backward\(retain_graph=\.\.\.\) is not supported"),
+    ("graph", r"accelerator\.backward\(create_graph=\.\.\.\) is not supported"),
+    ("uneven", r"join_uneven_inputs\(even_batches=False\).*Leave even_batches out"),
+    ("part", r"zero_grad\(\) of a part of the model.*Call zero_grad\(\) of the model"),
+    ("crossed", r"prepared with its model, in one call"),
+    ("crossed again", r"prepared with its model, in one call"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(ranks, what, words):
     with pytest.raises(zero3d.ConfigError, match=words):
@@ -729,16 +750,17 @@ def test_mixed_precision_is_accelerates_in_the_model_and_around_it(ranks):
         assert dtypes == of_accelerate == [torch.float32, torch.bfloat16, torch.float32]
 
 
-def without_autocast(handler):
+def without_autocast(chosen):
     import accelerate
 
     from zero3d.ways.huggingface.accelerate import Accelerator
 
     with launched():
         fresh()
-        said = {"kwargs_handlers": [accelerate.utils.AutocastKwargs(enabled=False)]} if handler else {}
-        chosen = {} if handler else {"options": {"autocast": False}}
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16", stage=2, **said, **chosen)
+        handlers = [accelerate.utils.AutocastKwargs(enabled=False)] if chosen is None else []
+        accelerator = Accelerator(
+            cpu=True, mixed_precision="bf16", stage=2, kwargs_handlers=handlers, options=chosen or {}
+        )
         model = hf("llama")
         model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         with accelerator.autocast():
@@ -746,6 +768,8 @@ def without_autocast(handler):
         return model(input_ids=token_ids(0)).logits.dtype, product.dtype
 
 
-@pytest.mark.parametrize("handler", [True, False])
-def test_autocast_is_off_where_a_handler_or_an_option_says_so(handler):
-    assert without_autocast(handler) == (torch.bfloat16, torch.float32)
+@pytest.mark.parametrize(("chosen", "dtype"), [
+    (None, torch.bfloat16), ({"autocast": False}, torch.bfloat16), ({"precision": "fp32"}, torch.float32),
+])  # fmt: skip
+def test_autocast_is_off_where_a_handler_or_an_option_says_so(chosen, dtype):
+    assert without_autocast(chosen) == (dtype, torch.float32)

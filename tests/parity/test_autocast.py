@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import zero3d
 from zero3d import ConfigError, Engine
 from zero3d.activations import prepare_blocks, recompute
-from zero3d.engine.autocast import compute_in_autocast
+from zero3d.engine.autocast import compute_in_autocast, keep_statistics_in_fp32
 from zero3d.models.tiled_loss import Targets, head_numbers
 
 LENGTH, ROWS = 12, 4
@@ -134,6 +134,8 @@ NORMS = {
     "layer without bias": lambda: nn.LayerNorm(4, bias=False),
     "group": lambda: nn.GroupNorm(2, 4),
     "batch": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "batch with averages": lambda: nn.BatchNorm1d(4),
+    "batch without weights": lambda: nn.BatchNorm1d(4, affine=False),
     "instance": lambda: nn.InstanceNorm1d(4, affine=True),
 }
 
@@ -146,13 +148,82 @@ def test_a_norm_with_weights_in_16_bits_takes_an_input_in_fp32(kind):
         wanted = norm(x)
     for p in norm.parameters():
         p.data = p.data.bfloat16()
+    keep_statistics_in_fp32({0: norm}, torch.bfloat16)
     compute_in_autocast({0: norm}, 0, "cpu", torch.bfloat16)
     found = norm(x)
     assert found.dtype == torch.float32
-    assert torch.allclose(found, wanted, atol=2e-2)
+    assert torch.equal(found, wanted)  # weights of ones and zeros
     for p in norm.parameters():
         (grad,) = torch.autograd.grad(norm(x).sum(), [p])
         assert grad.dtype == torch.bfloat16
+
+
+def test_a_bilinear_layer_with_weights_in_16_bits_takes_inputs_in_fp32():
+    torch.manual_seed(0)
+    x, layer = torch.randn(3, 4), nn.Bilinear(4, 4, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = layer(x, x).float()
+    layer.to(torch.bfloat16)
+    compute_in_autocast({0: layer}, 0, "cpu", torch.bfloat16)
+    assert torch.equal(layer(x, x), wanted)
+
+
+class Convolutions(nn.Module):
+    """Two convolutions with batch norms, as models of images have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.second, self.last_norm, self.head = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.last_norm(self.second(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def normalised(autocast, stages):
+    """Losses of two steps and statistics at each stage, and torch's own with fp32 weights in autocast."""
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 + 1
+    found = []
+    for stage in (*stages, None):
+        torch.manual_seed(0)
+        model, losses = Convolutions(), []
+        if stage is None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            engine = Engine(
+                model, stage=stage, autocast=autocast, clip_norm=None, units=[nn.Conv2d],
+                optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+            )  # fmt: skip
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=stage is None):
+                loss = (model(x) if stage is None else engine(x)).float().pow(2).mean()
+            loss.backward() if stage is None else engine.backward(loss)
+            optimizer.step() if stage is None else engine.step()
+            model.zero_grad() if stage is None else None
+            losses.append(loss.item())
+        statistics = [*model.norm.running_mean.tolist(), *model.last_norm.running_var.tolist()]
+        assert model.norm.running_mean.dtype == torch.float32
+        found.append((losses, statistics))
+    return found
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_batch_norms_have_torchs_losses_and_statistics_to_rounding(ranks, autocast):
+    of_two, of_three, plain = ranks(2, normalised, autocast, (2, 3))[0]
+    assert of_two == of_three
+    for ours, wanted in zip(of_two, plain, strict=True):
+        assert ours == pytest.approx(wanted, rel=2e-2, abs=2e-2)
+
+
+def test_batch_norms_whose_statistics_came_in_16_bits_keep_them():
+    norm = nn.BatchNorm1d(4).bfloat16()
+    x = torch.randn(3, 4).bfloat16()
+    wanted = norm(x)
+    keep_statistics_in_fp32({0: norm}, torch.bfloat16)
+    assert torch.equal(norm(x), wanted)
+    assert norm.weight.dtype == torch.bfloat16
 
 
 # --- beside what else changes a forward ---------------------------------------------------------------

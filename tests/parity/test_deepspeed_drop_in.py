@@ -1,5 +1,7 @@
 """Programs written for DeepSpeed on `initialize`: plain PyTorch's losses, at every stage, on two ranks, after a resume."""
 
+import contextlib
+import io
 import json
 from contextlib import nullcontext
 
@@ -12,6 +14,7 @@ from trainers import Rows
 from zero3d.errors import ConfigError
 from zero3d.ways import deepspeed
 from zero3d.ways.deepspeed.client_state import decode, encode
+from zero3d.ways.deepspeed.memory_usage import see_memory_usage
 
 STEPS, MICRO = 4, 2
 DOCUMENT = {
@@ -279,3 +282,13 @@ def test_keys_that_deepspeed_does_not_read_are_ignored_with_a_line_and_no_other(
     assert line in capsys.readouterr().out.splitlines()
     with pytest.raises(ConfigError, match=r"config: coment is not a key of DeepSpeed's"):
         deepspeed.initialize(model=hf("llama"), config=DOCUMENT | {"coment": "ours"})
+
+
+def memory_told():
+    with contextlib.redirect_stdout(said := io.StringIO()):
+        see_memory_usage("after the model", force=True)
+    return said.getvalue().count("after the model: allocated")
+
+
+def test_memory_is_told_by_one_rank(ranks):
+    assert ranks(2, memory_told) == [1, 0]

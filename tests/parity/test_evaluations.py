@@ -2,10 +2,16 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from training import field, metrics, save_model, save_rows, train, tree
+
+import zero3d
+from zero3d.train.own_calls import own_call
+from zero3d.train.stop import PressedAgain
 
 SAME = ("step", "loss", "grad_norm", "lr", "tokens", "epoch", "applied")
 RUN = {"train": {"steps": 4, "batch": 4}, "checkpoint": {"every": 2, "export": False}}
@@ -136,3 +142,16 @@ def test_nonsense_of_ones_own_code_is_one_line_that_names_it(ranks, folder, sect
     for _, error in ranks(2 if "rank 1" in said else 1, train, made, check=False):
         assert said in error
         assert "\n" not in error
+
+
+def interrupted():
+    engine = zero3d.Engine(torch.nn.Linear(2, 2), precision="fp32")
+    with pytest.raises(PressedAgain), own_call("callbacks mine", engine, "a callback"):
+        raise PressedAgain
+    with pytest.raises(zero3d.ConfigError, match="callbacks mine raised SystemExit: 3"):
+        with own_call("callbacks mine", engine, "a callback"):
+            sys.exit(3)
+
+
+def test_an_exit_in_a_callback_is_named_and_a_second_ctrl_c_is_a_users(ranks):
+    ranks(1, interrupted)

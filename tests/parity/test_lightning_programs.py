@@ -31,6 +31,7 @@ def net(*mixins, seed=0, rate=1e-2):
             self.first, self.norm = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16)
             self.second = torch.nn.Linear(16, 1)
             self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("table", torch.ones(3), persistent=False)  # as those of rotary embeddings
             self.again = self.second
             self.seen = []
 
@@ -211,8 +212,23 @@ class GuardedManual:
         optimizer.zero_grad()
 
 
+class ForgottenByModule:
+    """Leaves out every other step, and forgets its gradients by the module's own zero_grad."""
+
+    automatic_optimization = property(lambda self: False, lambda self, value: None)
+
+    def training_step(self, x, index):
+        loss = self.loss(x)
+        self.seen.append(loss.item())
+        self.manual_backward(loss)
+        if index % 2:
+            self.optimizers().step()
+        self.zero_grad()
+
+
 PROGRAMS = {each.__name__: each for each in (
     OwnBackward, OwnClipping, EverySecondStep, ClosureFirst, Manual, ManualClosure, GuardedManual,
+    ForgottenByModule,
 )}  # fmt: skip
 
 

@@ -8,6 +8,9 @@ import torch
 from models import VOCAB, hf
 from trainers import arguments, launched
 
+from zero3d import ConfigError
+from zero3d.errors import OutOfBudget
+
 LONGEST = 6  # tokens of rank 0; of each other rank three less
 long = pytest.mark.long
 
@@ -125,6 +128,30 @@ def test_the_rank_with_the_least_room_decides_for_all(ranks, tight, gather):
     [said] = found[0][4]
     assert f"rank {tight}, the tightest, has room for only 1.00 kB" in said
     assert f"gather_for_generation={not gather}" in said
+
+
+def too_tight(gather):
+    """What `engine.generate` and `generate_batch` say where rank 1 has no room, and the tokens of a generation by use."""
+    with loop(3, gather, tight=1) as (made, _):
+        said, ids = [], torch.tensor([[3, 4, 5]])
+        for ask in (lambda: made.engine.generate(ids, 4), lambda: made.model.generate_batch([[3, 4, 5]])):
+            try:
+                ask()
+            except (OutOfBudget, ConfigError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        by_use = made.engine.generate(ids, 4, keep_full=False).tolist()
+        return said, by_use, len(made.whole)
+
+
+def test_generations_that_keep_the_whole_weights_are_refused_where_a_rank_has_no_room(ranks):
+    for said, by_use, whole in ranks(2, too_tight, None):
+        by_token, of_batch = said
+        assert by_token.startswith("OutOfBudget: generate() keeps the whole weights until training goes on")
+        assert "rank 1, the tightest, has room for 1.00 kB. Pass keep_full=False" in by_token
+        assert of_batch.startswith("ConfigError: generate_batch() at stage 3 is not supported")
+        assert "use_transformers_continuous_batching=False" in of_batch
+        assert len(by_use[0]) > 3
+        assert whole == 0
 
 
 def bytes_of_units():

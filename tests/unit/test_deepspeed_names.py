@@ -160,6 +160,7 @@ def test_names_of_many_programs_are_torchs_own(capsys, recwarn):
     weights = [torch.nn.Parameter(torch.ones(2))]
     assert type(adam.FusedAdam(weights, lr=0.5, weight_decay=0.1)) is torch.optim.AdamW
     assert type(adam.FusedAdam(weights, adam_w_mode=False)) is torch.optim.Adam
+    assert adam.FusedAdam(weights).defaults["weight_decay"] == 0.0  # torch's own decays
     assert adam.DeepSpeedCPUAdam(weights, betas=(0.8, 0.9)).param_groups[0]["betas"] == (0.8, 0.9)
     assert deepspeed.ops.adam is adam
     assert deepspeed.get_accelerator() is get_accelerator()

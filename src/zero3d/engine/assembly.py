@@ -33,7 +33,7 @@ from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.auto_offload import OffloadChoice, decide_gradients, decide_place
-from zero3d.engine.autocast import compute_in_autocast
+from zero3d.engine.autocast import compute_in_autocast, keep_statistics_in_fp32
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
@@ -83,6 +83,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Parts:
     originals = _originals(model, base, options)
     axes, module = base.axes, base.partition.module
     kept = _keep_inputs(base)
+    keep_statistics_in_fp32(base.partition.chunks, base.precision.dtype)
     if options.autocast:
         last = base.schedule.chunks_per_rank * axes.pp.size - 1 if axes.pp.size > 1 else 0
         compute_in_autocast(base.partition.chunks, last, base.mesh.device.type, base.precision.dtype)

@@ -3,6 +3,7 @@
     inputs    fp32 as it is; fp64, which autocast does not take, in fp32 (zero/hooks.py)
     forward   products in the compute dtype, of weights that are in it already; in fp32 what torch's autocast has there
     norms     torch wants weights as wide as the input: those of a wider input are cast, on CPUs by us
+    batch norm  weights in fp32 beside its statistics, without autocast, too: torch takes no narrow ones there
     outputs   16-bit ones in fp32; what a pipeline's chunk hands on to the next stays in the compute dtype
 
 A recomputation runs in the autocast of its forward (activations/segments.py).
@@ -10,13 +11,14 @@ A recomputation runs in the autocast of its forward (activations/segments.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors, tensors_out
@@ -27,7 +29,7 @@ NORMALISES: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor, Tensor | Non
     nn.LayerNorm: lambda norm, x, weight, bias: F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps),
     nn.GroupNorm: lambda norm, x, weight, bias: F.group_norm(x, norm.num_groups, weight, bias, norm.eps),
 }
-AS_NARROW = (nn.modules.batchnorm._NormBase, nn.Bilinear)  # an autocast of fp32 weights gives them 16-bit inputs, too
+AS_NARROW = (nn.Bilinear,)  # an autocast of fp32 weights gives them 16-bit inputs, too
 
 
 def compute_in_autocast(chunks: Mapping[int, nn.Module], last: int, kind: str, dtype: torch.dtype) -> None:
@@ -96,6 +98,38 @@ def _handing_on(number: int, dtype: torch.dtype) -> Callable[[Any], Any]:
         return output
 
     return checked
+
+
+def keep_statistics_in_fp32(chunks: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
+    """Have norms with statistics of a batch compute with weights in the dtype of these, in place.
+
+    Statistics stay in fp32, and torch takes no weights in 16 bits beside them.
+    """
+    for chunk in chunks.values() if dtype.itemsize == 2 else ():
+        for module in chunk.modules():
+            if isinstance(module, _NormBase) and module._parameters.get("weight") is not None:
+                module.forward = _with_wide_weights(module)
+
+
+def _with_wide_weights(module: nn.Module) -> Callable[..., Any]:
+    forward = module.forward
+
+    @wraps(forward)
+    def wide(*given: Any, **named: Any) -> Any:
+        own, mean = module._parameters, module._buffers.get("running_mean")
+        dtype = torch.float32 if mean is None else mean.dtype  # of statistics that came in 16 bits, these
+        vars(module)["_parameters"] = {name: None if p is None else p.to(dtype) for name, p in _read(module, own)}
+        try:
+            return forward(*given, **named)
+        finally:
+            vars(module)["_parameters"] = own
+
+    return wide
+
+
+def _read(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield a module's parameters as its forward reads them, which gathers what is not there."""
+    return ((name, getattr(module, name)) for name in names)
 
 
 def _fit_weights(module: nn.Module) -> None:

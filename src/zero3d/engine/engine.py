@@ -41,7 +41,7 @@ from zero3d.engine.expert_bias import ExpertBias
 from zero3d.engine.features import find, required
 from zero3d.engine.generation import Ending, check_names, check_options, generate
 from zero3d.engine.health import Health
-from zero3d.engine.held_weights import Held, hold_weights
+from zero3d.engine.held_weights import Held, check_room, hold_weights
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import KEYWORDS, Options, with_keywords
 from zero3d.engine.partition import share_random_state
@@ -411,7 +411,8 @@ class Engine:
         """Continue `input_ids` [batch, length] greedily, or by sampling (do_sample, temperature, top_k).
 
         keep_full  keep units gathered until training goes on, so that ranks may generate different
-                   lengths; False gathers per use, and ranks must then stay in lockstep, as with ep in any case
+                   lengths; False gathers per use, and ranks must then stay in lockstep, as with ep in any case.
+                   At stage 3 OutOfBudget is raised where some rank has no room for all units
         Sequences end at the end-of-sequence token that the model's generation_config names, and are padded.
         A model's own generate (Hugging Face) takes its other options, too, such as attention_mask, repetition_penalty
         or pixel_values of images, and follows its generation_config but for `max_new_tokens` and `do_sample`, which are
@@ -422,6 +423,8 @@ class Engine:
         cast = given_in(self._parts.options.autocast, self._parts.precision.dtype)
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
         options = map_tensors(options, lambda t: cast(t) if t.is_floating_point() else t)  # by hooks it is too late
+        if keep_full and self.stage == 3:
+            check_room(self._parts)
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
         execution = self._parts.execution
         with (

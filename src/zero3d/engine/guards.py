@@ -71,8 +71,10 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
     def refuse_copy(protocol: Any) -> NoReturn:
         raise ReleasedParameterError(
             "this model belongs to an Engine: a copy or pickle would hold shards or placeholders, and its hooks would "
-            "drive the original's engine. Use engine.export(directory) for the weights, engine.save(directory) for "
-            "everything, or engine.close() when training is over, which makes the model a plain one (of a Trainer: "
+            "drive the original's engine. Make a copy that is kept beside it, such as an average, before the engine "
+            "(before accelerator.prepare), and read values for it inside engine.full_params(); Engine(ema=0.999) "
+            "averages in shards. Use engine.export(directory) for the weights, engine.save(directory) for everything, "
+            "or engine.close() when training is over, which makes the model a plain one (of a Trainer: "
             "trainer.accelerator.close_engine(), of Lightning's: trainer.strategy.close_engine())."
         )
 

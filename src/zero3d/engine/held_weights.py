@@ -18,6 +18,8 @@ import torch
 
 from zero3d.engine.auto_offload import room_of
 from zero3d.engine.parts import Parts
+from zero3d.errors import OutOfBudget
+from zero3d.spec.sizes import decimal
 from zero3d.zero.hooks import KEEP
 
 
@@ -53,6 +55,18 @@ def hold_weights(parts: Parts, whole: bool | None) -> Held:
     for unit in missing if held.whole else ():
         parts.gathers.acquire(unit, KEEP)
     return held
+
+
+def check_room(parts: Parts) -> None:
+    """Raise OutOfBudget on all ranks where one has no room for the whole weights that a generation would keep."""
+    missing = [unit for unit in parts.units if unit.weights.sharded and not unit.users]
+    held = _tightest(parts, sum(unit.weights.bytes_to_open for unit in missing))  # ranks may miss unlike units
+    if not held.whole:
+        raise OutOfBudget(
+            f"generate() keeps the whole weights until training goes on: they take {decimal(held.needed)} beside the "
+            f"shards, and rank {held.rank}, the tightest, has room for {decimal(held.room)}. Pass keep_full=False, "
+            "which gathers each layer for each token while ranks stay in step."
+        )
 
 
 def _kept(parts: Parts, held: Held) -> Held:

@@ -130,7 +130,8 @@ class Accumulation:
         if self._scales_loss and not is_scaled:
             raise ConfigError(
                 "precision='fp16' needs a scaled loss, and a plain loss.backward() has none: small gradients would "
-                "become zero. Call engine.backward(loss), or pass precision='bf16'."
+                "become zero. Call engine.backward(loss), or pass precision='bf16'. Where another engine's loss goes "
+                "through this model, freeze this model meanwhile, with model.requires_grad_(False)."
             )
         self._counted = False
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zero3d.activations.targets import mixers_in
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
-from zero3d.engine.autocast import compute_in_autocast
+from zero3d.engine.autocast import compute_in_autocast, keep_statistics_in_fp32
 from zero3d.expert_parallel.plan import find_experts, whole_over_tp
 from zero3d.expert_parallel.share import share_out
 from zero3d.memory import scratch
@@ -195,6 +195,7 @@ def measure(
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
         replace_functions(run)
+        keep_statistics_in_fp32({0: run}, RUN)
         if autocast is not None:
             compute_in_autocast({0: run}, 0, "cpu", RUN)
         mixing = during(Told(shared=recorder.mix)) if mixers(run) and not fused else nullcontext()

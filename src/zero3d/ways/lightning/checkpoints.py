@@ -6,7 +6,7 @@ FOLDER/zero3d            a checkpoint of ours: masters and states, of which mast
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from math import prod
 from pathlib import Path
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from zero3d.checkpoint.manifest import BUFFER, FROZEN
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.errors import ConfigError
+from zero3d.models.names import persistent_buffers
 from zero3d.ways.huggingface.accelerate.accelerator import states_in
 
 LOOP = "lightning.ckpt"
 TIED = "zero3d_tied"  # in lightning.ckpt: names of parameters that are others, too
+PASSING = "zero3d_passing"  # there: names of buffers that no state dict has, which the engine has saved
 CURRENT = "current_model_state"  # there, beside averages as state_dict: weights, which the engine has saved
 PREFIX = "module."  # of the LightningModule in the engine's module
 
@@ -38,6 +40,12 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     named = module.named_parameters(remove_duplicate=False)
     found = {name: first.setdefault(id(p), name) for name, p in named}
     return {name: owner for name, owner in found.items() if name != owner}
+
+
+def passing_buffers(module: nn.Module) -> list[str]:
+    """Return the names of buffers that a module's state dict leaves out."""
+    kept = set(persistent_buffers(module))
+    return [name for name, _ in module.named_buffers(remove_duplicate=False) if name not in kept]
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
@@ -67,14 +75,14 @@ def read_checkpoint(folder: Path, read: Callable[[Path], Any]) -> dict[str, Any]
     kept: dict[str, Any] = read(folder / LOOP)
     for key in ("state_dict", CURRENT):
         if kept.get(key) == {}:
-            kept[key] = _weights_of(folder, kept.get(TIED, {}))
+            kept[key] = _weights_of(folder, kept.get(TIED, {}), kept.get(PASSING, []))
     return kept
 
 
-def _weights_of(folder: Path, tied: dict[str, str]) -> dict[str, Tensor]:
+def _weights_of(folder: Path, tied: dict[str, str], passing: Collection[str]) -> dict[str, Tensor]:
     states = states_in(folder)
     assert states is not None, "is_ours"
-    weights = whole_weights(states)
+    weights = {name: values for name, values in whole_weights(states).items() if name not in passing}
     return weights | {name: weights[owner] for name, owner in tied.items()}
 
 

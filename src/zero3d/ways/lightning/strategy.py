@@ -30,9 +30,10 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.ways.huggingface.accelerate.accelerator import TAKE_BACK, load_engine, save_engine, take_back
 from zero3d.ways.huggingface.accelerate.keywords import autocast_of, check_keywords
+from zero3d.ways.huggingface.accelerate.optimizer import forget_by_model
 from zero3d.ways.huggingface.accelerate.world import refuse_other_world
 from zero3d.ways.lightning.averaging import let_average
-from zero3d.ways.lightning.checkpoints import LOOP, TIED, is_ours, read_checkpoint, tied_names
+from zero3d.ways.lightning.checkpoints import LOOP, PASSING, TIED, is_ours, passing_buffers, read_checkpoint, tied_names
 
 NAME = "zero3d"
 PRECISIONS = {
@@ -122,11 +123,13 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
             print(line)
 
     def _follow(self, trainer: Any) -> None:
-        """Have the engine hear of what acts on parameters and gradients: the plugin, zero_grad, and averages."""
+        """Have the engine hear of what acts on parameters and gradients: the plugin, each zero_grad, and averages."""
         self._precision_plugin = plugin = self.precision_plugin
         plugin.clip_gradients = self._clip_gradients
         for optimizer in (self.optimizers[0], self._lightning_optimizers[0]):
             optimizer.zero_grad = self._forget_window
+        assert self.engine is not None
+        self.lightning_module.__dict__["zero_grad"] = forget_by_model(self.engine, self._forget_window)
         for callback in trainer.callbacks:
             let_average(callback, self.whole)
         trainer.callbacks.insert(0, self._whole_at_end)  # ahead of those that read the module then
@@ -154,7 +157,8 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
                     "the module is cut over tp, pp or ep by the engine that has trained it, and no rank has the whole: "
                     "write it with trainer.strategy.engine.export(FOLDER)."
                 )
-            vars(engine.optimizer.torch).pop("zero_grad", None)
+            for owner in (engine.optimizer.torch, self.lightning_module):
+                vars(owner).pop("zero_grad", None)
             engine.close()
         plugin: Any = self.precision_plugin
         if "clip_gradients" in vars(plugin):
@@ -252,7 +256,9 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
         folder = Path(self.broadcast(str(filepath)))
         save_engine(self.engine, folder)
         if self.is_global_zero:
-            kept = checkpoint | {"optimizer_states": [], TIED: tied_names(self.lightning_module)}
+            module = self.lightning_module
+            ours = {TIED: tied_names(module), PASSING: passing_buffers(module)}
+            kept = checkpoint | {"optimizer_states": []} | ours
             self.checkpoint_io.save_checkpoint(kept, folder / LOOP)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

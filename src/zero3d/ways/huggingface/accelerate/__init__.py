@@ -5,7 +5,7 @@ generation.py   generate: whole weights where they fit
 gradient_reads.py  reads of `p.grad` between two backwards of a step
 compiled.py     models that torch.compile has wrapped already
 keywords.py     what is passed on to the engine, checked at once
-local_sgd.py    LocalSGD, whose steps are ordinary ones
+local_sgd.py    LocalSGD and uneven inputs: all steps are ordinary ones
 meeting.py      calls that all ranks make: who makes another is told
 others.py       folders written without zero3d: DeepSpeed's, FSDP's, torch's own
 optimizer.py    prepared optimizers: one whose step is the engine's, and one without a model

@@ -36,9 +36,9 @@ from zero3d.precision import Precision
 from zero3d.spec.offload import Offload
 from zero3d.ways.checkpoints.plain import schedule_in
 from zero3d.ways.huggingface.accelerate.compiled import is_compiled, uncompiled
-from zero3d.ways.huggingface.accelerate.generation import generation
+from zero3d.ways.huggingface.accelerate.generation import generation, refuse_batch
 from zero3d.ways.huggingface.accelerate.keywords import autocast_of, check_keywords
-from zero3d.ways.huggingface.accelerate.local_sgd import leave_alike, no_sync_of
+from zero3d.ways.huggingface.accelerate.local_sgd import join_even, leave_alike, no_sync_of
 from zero3d.ways.huggingface.accelerate.meeting import WAITS, Meeting
 from zero3d.ways.huggingface.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
 from zero3d.ways.huggingface.accelerate.others import Order, go_on, reader_of, take_rates
@@ -172,7 +172,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if len(models) != 1 or len(optimizers) != 1:
                 raise ConfigError(
                     f"prepare() was given {len(models)} models and {len(optimizers)} optimizers: pass one model with "
-                    "its optimizer, and models that are not trained in a call of their own."
+                    "its optimizer, and models that are not trained in a call of their own. Of two models that are "
+                    "trained, such as a generator and a discriminator, each has an Accelerator of its own: "
+                    "Accelerator().prepare(model, optimizer), whose backward() takes that model's losses."
                 )
             prepared = self._prepared(models[0], optimizers[0])
             self._compiled = None  # of a model whose engine is there already
@@ -180,9 +182,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*objects, device_placement=device_placement)
 
     def _trains_nothing(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer has none of the model's parameters, and say so."""
+        """Return whether an optimizer has none of the model's parameters, and say so.
+
+        Raises ConfigError where it has those of a model that was prepared without it.
+        """
         if isinstance(optimizer, AcceleratedOptimizer) or shares(optimizer, model):
             return False
+        if any(shares(optimizer, one) for one in self._models):
+            raise ConfigError(TOGETHER)
         if self.is_main_process:
             print(
                 f"zero3d: the optimizer has none of the {len(list(model.parameters()))} parameters of "
@@ -230,8 +237,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not any(one is trained for one in model.modules()) and not any(one is model for one in trained.modules()):
             raise ConfigError(
                 f"prepare() was given a {type(model).__name__} with its optimizer, and this Accelerator trains a "
-                f"{type(trained).__name__} already: one model is trained by an Accelerator. Call "
-                "accelerator.free_memory() before, or put both models into one module with one optimizer."
+                f"{type(trained).__name__} already: one model is trained by an Accelerator. Make a second Accelerator "
+                "for it, or call accelerator.free_memory() before."
             )
 
     def prepare_model(
@@ -242,7 +249,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises ConfigError where its optimizer was prepared without it.
         """
         if self.engine is None or model is not self.engine.module:
-            if any(shares(one, model) for one in self._optimizers if isinstance(one, LoneOptimizer)):
+            if any(shares(one, model) for one in self._optimizers if not isinstance(one, EngineOptimizer)):
                 raise ConfigError(TOGETHER)
             return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
         if model not in self._models:
@@ -326,6 +333,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not alone and hasattr(model, "generate"):
             own = getattr(model, "generate")  # noqa: B009
             engine.put("generate", generation(engine, own, self._gather, self.is_main_process))
+        if engine.stage == 3 and engine.mesh.world > 1 and hasattr(model, "generate_batch"):
+            engine.put("generate_batch", refuse_batch)
 
     def _precision_of(self, model: nn.Module) -> str:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -443,17 +452,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Back-propagate a micro-batch's loss: it is divided by the micro-batches of a window, as by Accelerate."""
+        """Back-propagate a micro-batch's loss: it is divided by the micro-batches of a window, as by Accelerate.
+
+        retain_graph  keep what a later backward needs of the graph
+        """
         if self.engine is None:
             super().backward(loss, **options)
             return
+        kept = options.pop("retain_graph", False)
         if asked := [name for name, value in options.items() if name != "learning_rate" and value]:
             raise ConfigError(f"accelerator.backward({asked[0]}=...) is not supported: leave it out.")
         last, reads = self.sync_gradients, self._optimizer.reads
         reads.refuse()
         weight = float(last and not self.engine.accumulation.reached)  # of several losses in a step one counts
-        self.engine.backward_sum(loss / self.gradient_accumulation_steps, weight, last)
+        run = partial(Tensor.backward, retain_graph=True) if kept else None
+        self.engine.backward_sum(loss / self.gradient_accumulation_steps, weight, last, run)
         reads.begin()
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Change nothing for an engine's model, and say so: loaders that are prepared give all ranks equally many."""
+        own = super().join_uneven_inputs
+        with own(joinables, even_batches) if self.engine is None else join_even(even_batches):
+            yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Have the step that follows clip the norm of all gradients, and return that norm; all ranks call it.

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from zero3d.errors import ConfigError
 from zero3d.spec.sizes import decimal
 
 if TYPE_CHECKING:
@@ -46,6 +47,15 @@ def generation(engine: Engine, generate: Callable[..., Any], gather: bool | None
             return generate(*args, **together | options)
 
     return generate_whole
+
+
+def refuse_batch(*_: Any, **__: Any) -> NoReturn:
+    """Raise ConfigError in the place of generate_batch at stage 3: ranks would make unlike numbers of forwards."""
+    raise ConfigError(
+        "generate_batch() at stage 3 is not supported: a rank has a part of the weights, and continuous batches make "
+        "other numbers of forwards on each rank. Use generate() (TRL: use_transformers_continuous_batching=False), or "
+        "stage 2."
+    )
 
 
 def line(held: Held, gather: bool | None) -> str:

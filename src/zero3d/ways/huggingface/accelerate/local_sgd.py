@@ -14,6 +14,8 @@ from typing import Any
 
 from accelerate.local_sgd import LocalSGD
 
+from zero3d.errors import ConfigError
+
 SAID = (
     "model.no_sync() and LocalSGD: ZeRO shares out optimizer states, so every step has the gradients of all ranks. A "
     "step between two averages of LocalSGD is an ordinary step, and its average changes nothing."
@@ -33,6 +35,22 @@ def no_sync_of(first: bool) -> Callable[[], Any]:
         yield
 
     return no_sync
+
+
+@contextmanager
+def join_even(even_batches: bool | None) -> Iterator[None]:
+    """Stand for `join_uneven_inputs`: all ranks have equally many batches. Raises ConfigError where they would not."""
+    if even_batches is False:
+        raise ConfigError(
+            "join_uneven_inputs(even_batches=False): ranks share an engine's states, and take every step together. "
+            "Leave even_batches out: a prepared loader repeats samples, so that ranks have equally many batches."
+        )
+    warnings.warn(
+        "join_uneven_inputs changes nothing: ranks take every step of an engine together, and a prepared loader "
+        "gives them equally many batches.",
+        stacklevel=5,
+    )
+    yield
 
 
 def leave_alike(of_engine: Callable[[Any], bool]) -> None:

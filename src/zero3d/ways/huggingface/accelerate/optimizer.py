@@ -27,6 +27,32 @@ def shares(optimizer: Optimizer, model: nn.Module) -> bool:
     return any(id(p) in own for p in model.parameters())
 
 
+def forget_by_model(engine: Engine, forget: Callable[[], None]) -> Callable[..., None]:
+    """Have `zero_grad` of an engine's module forget a step, whose gradients it would not find; return that method.
+
+    On a part of the module it raises ConfigError where there are gradients: they are forgotten together.
+    """
+
+    def of_part(set_to_none: bool = True) -> None:
+        if _has_gradients(engine):
+            raise ConfigError(
+                "zero_grad() of a part of the model: its gradients are an engine's, which forgets those of all "
+                "parameters together. Call zero_grad() of the model or of its optimizer."
+            )
+
+    def of_all(set_to_none: bool = True) -> None:
+        if _has_gradients(engine):
+            forget()
+
+    engine.put("zero_grad", of_part, everywhere=True)
+    engine.put("zero_grad", of_all)
+    return of_all
+
+
+def _has_gradients(engine: Engine) -> bool:
+    return bool(engine.accumulation.count or engine.reductions.pending)
+
+
 class LoneOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Is prepared without its model: it can be read and pickled, and every step raises ConfigError."""
 
@@ -58,6 +84,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.engine = engine
         self.reads = GradientReads(engine)
         self._warned = False
+        forget_by_model(engine, self._forget)
 
     def clip(self, max_norm: float) -> Tensor:
         """Have the step that is due clip at this norm (inf: not), and return the norm of its gradients; all ranks call.
@@ -104,9 +131,12 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients of the window so far; after a step there are none."""
         if self.gradient_state.sync_gradients:
-            self.reads.end()
-            self.engine.zero_grad()
-            self.engine.clip_norm = None
+            self._forget()
+
+    def _forget(self) -> None:
+        self.reads.end()
+        self.engine.zero_grad()
+        self.engine.clip_norm = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the torch optimizer's; of several ranks each has a part of the states: not shown."""
