@@ -46,6 +46,7 @@ class Meeting:
             self._store.wait([self._key(rank) for rank in others], WHILE)
         posts = {rank: self._store.get(self._key(rank)).decode() for rank in others if self._has(rank)}
         if waiting := [rank for rank, post in posts.items() if post == WAITS != call]:
+            self._number -= 1  # a program that catches this goes on with the call that the others wait in
             verb = "waits" if len(waiting) == 1 else "wait"
             raise ConfigError(
                 f"{call}() was called on rank {self._rank}, while {name_ranks(waiting)} {verb} in {WAITS}(): at stage "
