@@ -89,7 +89,7 @@ def test_a_loss_that_is_scaled_by_the_program_trains_in_fp16(stage):
         engine, norms = opened(stage, **FP16), []
         for number in range(2 * MICRO):
             loss = loss_of(engine, batch(number))
-            if scales:
+            if scales and number != 1:  # both kinds in one step
                 engine.scale(loss).backward()
             else:
                 engine.backward(loss)
@@ -97,6 +97,15 @@ def test_a_loss_that_is_scaled_by_the_program_trains_in_fp16(stage):
             norms += [engine.get_global_grad_norm()]
         found.append(norms[MICRO - 1 :: MICRO])
     assert found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+def test_a_scaled_loss_is_reduced_behind_no_sync():
+    engine = opened(1, **FP16, gradient_accumulation_steps=1)
+    with engine.no_sync():
+        engine.scale(loss_of(engine, batch(0))).backward()
+    engine.scale(loss_of(engine, batch(1))).backward()
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(norm_of([(1, 0), (1, 1)]), rel=1e-2)
 
 
 def test_a_loss_that_nobody_has_scaled_is_refused_in_fp16_also_after_one_that_was():

@@ -66,12 +66,14 @@ def begin():
 
 def test_sums():
     begin()
+    assert os.environ.pop("ACCELERATE_USE_CPU") == "true"  # as transformers' tests do
     total = torch.tensor([RANK + 1.0])
     dist.all_reduce(total)
     assert total.item() == 3.0
 
 def test_folder(tmp_path):
     begin()
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
     folder = Path(tempfile.mkdtemp())
     (folder / f"from-{RANK}").touch()
     (tmp_path / f"from-{RANK}").touch()

@@ -29,6 +29,7 @@ import torch.distributed as dist
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARED = Path(os.environ["PEER_SHARED"])
 BETWEEN = ("tempfile.py", "contextlib.py", "rank.py")  # files between a test and mkdtemp
+ACCELERATE = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
 THEIRS = ("testing_utils.py", "test_utils/testing.py", "trainer_test_utils.py")
 _numbers, _counts = itertools.count(), Counter()
 _mkdtemp, _rmtree, _uuid4 = tempfile.mkdtemp, shutil.rmtree, uuid.uuid4
@@ -59,6 +60,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _number = next(_numbers)
     _counts.clear()
     os.environ["MASTER_PORT"] = _meet(_number)
+    os.environ.update(ACCELERATE)  # transformers' tests remove them, and without them a CPU's Trainer is of one rank
     _write({"begun": item.nodeid})
     owner = getattr(item, "cls", None)
     if owner is not None and hasattr(owner, "clear_on_setup"):  # Accelerate's folder of a class

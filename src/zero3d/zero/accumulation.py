@@ -49,7 +49,7 @@ class Accumulation:
         self._draw = draw
         self._announced: Contribution | None = None
         self._counted = False
-        self._scaled = -1  # the graph task of the latest backward of a loss that its caller has scaled
+        self._of_task: tuple[int, Contribution | None] = -1, None  # of a loss that its caller has scaled
         self.usual = accumulate
         self.count = 0
         self.reached = False
@@ -72,7 +72,13 @@ class Accumulation:
     @property
     def is_announced(self) -> bool:
         """Whether the backward under way is one whose weight the caller gave."""
-        return self._announced is not None
+        return self._given is not None
+
+    @property
+    def _given(self) -> Contribution | None:
+        task, contribution = self._of_task
+        under_way = task == torch._C._current_graph_task_id()
+        return contribution if self._announced is None and under_way else self._announced
 
     @contextmanager
     def counting(self, announced: Contribution) -> Iterator[None]:
@@ -105,9 +111,9 @@ class Accumulation:
         self.reached = True
         self.weights = list(weights) or [0.0] * micro_batches
 
-    def scaled_by_caller(self, _: Tensor) -> None:
-        """Note, as a hook of a loss times the loss scale, that the backward under way is of a scaled loss."""
-        self._scaled = torch._C._current_graph_task_id()
+    def give_in_backward(self, contribution: Contribution) -> None:
+        """Say what the backward under way counts for, in a hook of its loss, which is times the loss scale."""
+        self._of_task = torch._C._current_graph_task_id(), contribution
 
     def forward_begins(self) -> None:
         """Note that a root forward in training begins: of the next micro-batch, or one more of the same."""
@@ -126,8 +132,7 @@ class Accumulation:
                 "which would not be the norm any more: take the step, optimizer.step(), or forget its gradients, "
                 "optimizer.zero_grad(), before the next backward."
             )
-        is_scaled = self._announced is not None or self._scaled == torch._C._current_graph_task_id()
-        if self._scales_loss and not is_scaled:
+        if self._scales_loss and not self.is_announced:
             raise ConfigError(
                 "precision='fp16' needs a scaled loss, and a plain loss.backward() has none: small gradients would "
                 "become zero. Call engine.backward(loss), or pass precision='bf16'. Where another engine's loss goes "
@@ -137,11 +142,12 @@ class Accumulation:
 
     def through_root(self, fresh: bool) -> bool:
         """Note that the backward goes through one more root forward, and return whether it ends in a reduction."""
-        contribution = self._announced or Contribution()
+        given = self._given
+        contribution = given or Contribution()
         if fresh and not self._counted:
             self._count(contribution)
-            self._by_default = self._announced is None
-        elif self._announced is not None and self._by_default:
+            self._by_default = given is None
+        elif given is not None and self._by_default:
             self.weights[-1] = self.weights[-1] + contribution.weight - 1.0
             self.weight = self.weight + contribution.weight - 1.0  # a partial backward came first and counted 1
             self._by_default = False

@@ -30,6 +30,7 @@ from zero3d.ways.deepspeed.document import Document
 from zero3d.ways.deepspeed.engine_options import engine_options
 from zero3d.ways.deepspeed.names import INSTEAD
 from zero3d.ways.deepspeed.owners import forget, register
+from zero3d.zero.accumulation import Contribution
 from zero3d.zero.optimizer import APPLIED, NOT_DUE
 
 
@@ -87,23 +88,30 @@ class DeepSpeedEngine(Batches, Checkpoints):
         self._refuse_evaluating("backward()")
         _refuse_several("backward", loss)
         scaled = at_least_fp32(loss) / self._batch.accumulate if scale_wrt_gas else loss
-        last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
-        weight = float(last and not self.engine.accumulation.reached)  # 1 per rank and step: a mean over ranks
+        counts = self._contribution()
         kept: Any = {"run": lambda total: total.backward(retain_graph=True)} if retain_graph else {}
-        self.engine.backward_sum(scaled, weight, last, **kept)
+        self.engine.backward_sum(scaled, counts.weight, counts.last, **kept)
         return scaled.to(loss.dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a micro-batch's loss times the loss scale, for `engine.scale(loss).backward()`.
+        """Return a micro-batch's loss times the loss scale: `engine.scale(loss).backward()` is `engine.backward(loss)`.
 
-        In fp16 a plain `loss.backward()` is refused, here as in DeepSpeed. The loss is not divided by the accumulation
-        steps: the step is of the mean over its micro-batches. Raises ConfigError like `backward`.
+        In fp16 a plain `loss.backward()` is refused, here as in DeepSpeed. Raises ConfigError like `backward`.
         """
         self._refuse_evaluating("scale()")
         _refuse_several("scale", loss)
         scaled = at_least_fp32(loss) * self.engine.loss_scale.value
-        scaled.register_hook(self.engine.accumulation.scaled_by_caller)  # type: ignore[no-untyped-call]
+        scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
         return scaled
+
+    def _begin_scaled(self, gradient: Tensor) -> Tensor:
+        self.engine.accumulation.give_in_backward(self._contribution())
+        return gradient / self._batch.accumulate
+
+    def _contribution(self) -> Contribution:
+        """Return what a backward counts for: 1 per rank and step, so that a step has the mean over ranks."""
+        last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        return Contribution(float(last and not self.engine.accumulation.reached), last)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Apply the step if this micro-batch was the last of it, then go on with the schedule.
