@@ -228,6 +228,17 @@ def test_batch_norms_whose_statistics_came_in_16_bits_keep_them():
     assert norm.weight.dtype == torch.bfloat16
 
 
+def test_weights_of_a_batch_norm_are_its_parameters_behind_a_forward():
+    norm = nn.BatchNorm1d(4)
+    norm.weight = nn.Parameter(norm.weight.detach().bfloat16())
+    norm.bias = nn.Parameter(norm.bias.detach().bfloat16())
+    weight, bias = norm.weight, norm.bias
+    keep_statistics_in_fp32({0: norm}, torch.bfloat16)
+    norm(torch.randn(3, 4))
+    assert norm.weight is weight
+    assert norm.bias is bias
+
+
 # --- beside what else changes a forward ---------------------------------------------------------------
 
 

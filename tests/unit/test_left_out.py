@@ -1,5 +1,6 @@
 """What a file leaves out: any section, or all but one key, is a run up to the point where its ranks would start."""
 
+import numpy
 import pytest
 import yaml
 
@@ -28,6 +29,16 @@ def test_a_file_of_one_section_trains():
     assert lines == [LENGTH, BYTES]
     config, lines = begun({"data": {"length": 64, "tokenizer": "bytes"}})
     assert (config.data.length, lines) == (64, [])
+
+
+def test_text_beside_arrays_is_of_bytes_and_arrays_alone_need_no_tokenizer(tmp_path):
+    text, rows = tmp_path / "a.txt", tmp_path / "rows.npy"
+    text.write_text("some text\n" * 99)
+    numpy.save(rows, numpy.ones((4, 8), dtype=numpy.int64))
+    of_both, lines = load_filled({"data": {"train": [{"path": str(text)}, {"path": str(rows)}], "length": 8}})
+    assert (of_both.data.tokenizer, lines) == ("bytes", [BYTES])
+    of_arrays, lines = load_filled({"data": {"train": str(rows), "length": 8}})
+    assert (of_arrays.data.tokenizer, lines) == (None, [])
 
 
 def test_a_value_that_is_given_is_refused_where_it_does_not_fit():
