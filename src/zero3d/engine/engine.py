@@ -423,6 +423,7 @@ class Engine:
         cast = given_in(self._parts.options.autocast, self._parts.precision.dtype)
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
         options = map_tensors(options, lambda t: cast(t) if t.is_floating_point() else t)  # by hooks it is too late
+        self._parts.execution.check()
         if keep_full and self.stage == 3:
             check_room(self._parts)
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
