@@ -1,4 +1,4 @@
-"""One hour on one node of 2 to 8 GPUs: what nothing else can show about zero3d, in one command and one file.
+"""One hour on 2, 4 or 8 GPUs of one node: what nothing else can show about zero3d, in one command and one file.
 
     python benchmarks/cluster_check.py --minutes 50 --json node.json             on the node
     python benchmarks/cluster_check.py --minutes 50 --json node.json --resume    what an earlier call has not finished
@@ -23,21 +23,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from campaign.account import Place
+from campaign.account import ONE_A_RANK, Place
 from campaign.calls import Call, Part, machine, run_all
 from campaign.process import Result
 from campaign.record import Record
 from node.largest import TRACES
 from node.links import P2P
 
+from zero3d.memory.segments import ask_for_growing_segments
+
 HF = ("transformers",)
-MOST, CPU_RANKS = 8, 2
+COUNTS, CPU_RANKS = (2, 4, 8), 2  # of ranks: batches, tp and pp are halves of them
+MOST = COUNTS[-1]
 CPU_LIMIT_S = 150.0  # a part starts processes up to three times, which share the cores
 TIMED_S, CPU_TIMED_S = 20.0, 1.0  # of steps, in parts that measure speed
 
 # A launch of all ranks takes about 15 s on a card: 8 to import and open devices, 7 for NCCL's communicators.
 PARTS = (
-    Part("links", "node.links:links", 180, 70, "2 sums x 20 + the doctor's 30"),
+    Part(
+        "links", "node.links:links", 240, 70, "2 sums x 20 + the doctor's 30; one that hangs takes 60, here and there"
+    ),
     Part("axes", "node.axes:axes", 360, 120, "7 launches x (15 + 2)", needs=HF),
     Part("groups", "node.groups:groups", 240, 100, "8 launches x 12"),
     Part(
@@ -84,9 +89,12 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
             file=sys.stderr,
         )
         return 2
-    ranks = arguments.ranks or (CPU_RANKS if arguments.device == "cpu" else min(MOST, found))
+    ranks = arguments.ranks or (CPU_RANKS if arguments.device == "cpu" else most(found))
     if arguments.device == "cuda" and ranks > found:
         print(f"--ranks {ranks}: torch sees {found} CUDA devices. Pass 2 to {found}.", file=sys.stderr)
+        return 2
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        print(f"--json {arguments.json}: there is no folder {arguments.json.parent}: make it first.", file=sys.stderr)
         return 2
     try:
         record = Record(arguments.json, machine(arguments.device) | {"ranks": ranks}, arguments.resume)
@@ -95,6 +103,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         return 2
     if arguments.json is not None:
         os.environ[TRACES] = str(arguments.json.with_name(f"{arguments.json.stem}-traces").resolve())
+    ask_for_growing_segments(os.environ)  # as the ranks of zero3d train have them
     wanted = [part for part in parts if {part.name, part.name.partition(".")[0]} & set(arguments.only)]
     places = {part.name: place_of(part, arguments.device, ranks) for part in wanted}
     stamp = made()
@@ -104,6 +113,11 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         decide(name, result)
 
     return run_all(wanted, places, record, Call(begun, 60 * arguments.minutes, arguments.resume), told)
+
+
+def most(found: int) -> int:
+    """Return the most ranks that so many devices carry, of which there are two."""
+    return max(count for count in COUNTS if count <= found)
 
 
 def decide(name: str, result: Result) -> None:
@@ -126,7 +140,7 @@ def made() -> dict[str, str]:
 
 def place_of(part: Part, device: str, ranks: int) -> Place:
     """Return where and how long a part runs."""
-    on_cpu = device == "cpu"
+    on_cpu = device != ONE_A_RANK
     share = (CPU_TIMED_S if on_cpu else TIMED_S) if part.timed else 0.0
     return Place(part.name, device, (CPU_LIMIT_S if on_cpu else part.limit_s) + share, share, ranks=ranks)
 
@@ -138,8 +152,10 @@ def parse(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> a
     parser.add_argument(
         "--minutes", type=float, default=50.0, help="of the call: what is left over is not run (default 50)"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the parts run")
-    parser.add_argument("--ranks", type=int, help=f"2 to {MOST} (default: all GPUs, {CPU_RANKS} on the CPU)")
+    parser.add_argument("--device", choices=(ONE_A_RANK, "cpu"), default=ONE_A_RANK, help="where the parts run")
+    parser.add_argument(
+        "--ranks", type=int, help=f"2, 4 or {MOST} (default: the most for which there are GPUs; {CPU_RANKS} on the CPU)"
+    )
     parser.add_argument(
         "--only", type=lambda text: text.split(","), default=names, metavar="PART,...", help=f"of {', '.join(names)}"
     )
@@ -151,8 +167,8 @@ def parse(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> a
         parser.error(f"--only {unknown[0]!r} is no part: pass some of {', '.join(names)}")
     if not 0 < arguments.minutes < float("inf"):
         parser.error(f"--minutes {arguments.minutes:g} is no time: pass more than 0")
-    if arguments.ranks is not None and not (2 <= arguments.ranks <= MOST and arguments.ranks % 2 == 0):
-        parser.error(f"--ranks {arguments.ranks}: pass 2, 4, 6 or {MOST}")
+    if arguments.ranks is not None and arguments.ranks not in COUNTS:
+        parser.error(f"--ranks {arguments.ranks}: pass {', '.join(map(str, COUNTS[:-1]))} or {MOST}")
     if arguments.resume and arguments.json is None:
         parser.error("--resume goes on from a file: pass --json FILE, too")
     return arguments

@@ -31,7 +31,7 @@ FEATURES = (
     Feature("pipelines", node=("axes", "pp 2")),
     Feature("sequences over ranks", "sequence", ("axes", "sp 2")),
     Feature("experts over ranks", node=("axes", "ep 2")),
-    Feature("shards that are repeated", node=("axes", "shard 2")),
+    Feature("shards that are repeated", node=("axes", "shard ")),
     Feature("dp, tp and pp together", node=("axes", "dp 2 x tp 2 x pp 2")),
     Feature("mixtures in grouped products", "experts"),
     Feature("Muon, moments of 8 bits", "optimizers"),

@@ -23,6 +23,7 @@ from zero3d.tools.cli.worker import leave, raise_malloc_thresholds
 
 # glibc's mallopt parameters (malloc.h)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+ENDING_S = 20.0  # for a process that was killed to be gone
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def started(start: Start, function: Callable[..., Any], *arguments: Any) -> Iter
             for process in context.processes:
                 if process.is_alive():
                     process.kill()
+            for process in context.processes:  # a card's memory is free again when its process is gone
+                process.join(ENDING_S)
 
 
 def wait_for(context: ProcessContext, what: str, start: Start) -> None:

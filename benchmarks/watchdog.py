@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,25 +208,26 @@ def one_fault(folder: Path, fault: str, timeout: float) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": paths, "FAULT": fault}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     every, slow = (3, max(timeout, STARTING)) if phase else (0, 3600.0)
+    longest = 2 * max(timeout, STARTING) + BLOCK + GONE
     launcher = subprocess.Popen(prepare(folder, 100, timeout, every, slow), cwd=folder, env=environment, **silent)
-    block = folder / "out" / "watchdog.json"
-    while not block.exists():
-        if launcher.poll() is not None and not (folder / "fault").exists():
-            raise RuntimeError(f"the run with fault {fault!r} ended before its fault")
-        time.sleep(0.05)
-    pids = [rank["pid"] for rank in json.loads(block.read_text())["ranks"]]
-    while launcher.poll() is None or any(map(psutil.pid_exists, pids)):
-        time.sleep(0.05)
-    gone, begun = time.time(), float((folder / "fault").read_text())
+    block, at = folder / "out" / "watchdog.json", folder / "fault"
+    try:
+        while not block.exists():
+            if launcher.poll() is not None and not at.exists():
+                raise RuntimeError(f"the run with fault {fault!r} ended before its fault")
+            if at.exists() and time.time() - at.stat().st_mtime > longest:
+                raise RuntimeError(f"{longest:g} s after the fault {fault!r} the watchdog has not said a word")
+            time.sleep(0.05)
+        pids = [rank["pid"] for rank in json.loads(block.read_text())["ranks"]]
+        while launcher.poll() is None or any(map(psutil.pid_exists, pids)):
+            time.sleep(0.05)
+    finally:
+        end(launcher)
+    if not at.exists():
+        raise RuntimeError(f"the watchdog came before the fault {fault!r}: {block.with_suffix('.txt').read_text()}")
+    gone, begun = time.time(), float(at.read_text())
     told, seconds = json.loads(block.read_text()), block.stat().st_mtime - begun
-    waiting, faulty = told["ranks"]
-    named = {
-        # Of a rank that died its peer learns, too, and may be out of its collective by then.
-        "rank": faulty["state"] == "dead" or told["waits"][0]["for"] == [1],
-        "unit": waiting["unit"] not in ("", "-") or phase not in ("", "forward", "backward"),
-        "operation": waiting["op"] == "all_gather" if phase in ("", "forward") else bool(waiting["op"]),
-        "stacks": bool(waiting["stack"]) and (bool(faulty["stack"]) or faulty["state"] == "dead"),
-    }
+    named = named_in(told, phase)
     patience = max(timeout, STARTING) if phase in SLOW else timeout
     limit = BLOCK + (patience if name in ("stop", "loop", "other") else 0.0)
     met = all(named.values()) and seconds <= limit and gone - begun <= limit + GONE
@@ -233,6 +235,29 @@ def one_fault(folder: Path, fault: str, timeout: float) -> dict[str, Any]:
         "kind": told["kind"], "cause": told["cause"], "block_s": seconds, "gone_s": gone - begun,
         "exit_code": launcher.returncode, "named": named, "met": met,
     }  # fmt: skip
+
+
+def named_in(told: dict[str, Any], phase: str) -> dict[str, bool]:
+    """Return what the block of two ranks names, as it must. phase: in which rank 1 had its fault; "": a forward."""
+    waiting, faulty = told["ranks"]
+    # Where kernels wait and not the host, rank 0 comes to the end of its step and reads there.
+    reads = waiting["op"].startswith("read after ")
+    return {
+        # Of a rank that died its peer learns, too, and may be out of its collective by then.
+        "rank": faulty["state"] == "dead" or [wait["for"] for wait in told["waits"][:1]] == [[1]],
+        "unit": reads or waiting["unit"] not in ("", "-") or phase not in ("", "forward", "backward"),
+        "operation": reads or (waiting["op"] == "all_gather" if phase in ("", "forward") else bool(waiting["op"])),
+        "stacks": bool(waiting["stack"]) and (bool(faulty["stack"]) or faulty["state"] == "dead"),
+    }
+
+
+def end(launcher: subprocess.Popen[bytes]) -> None:
+    """Leave no process of a run behind, if it is still there."""
+    with suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    launcher.wait()
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ONE_A_RANK = "cuda"  # the device of a part whose ranks have a card each
+
 
 @dataclass(frozen=True)
 class Place:

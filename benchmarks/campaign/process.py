@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from campaign.account import Place
+from campaign.account import ONE_A_RANK, Place
 
 GLANCE_S = 0.5  # how often the account is looked at
 QUIET_START_S = 6.0  # until a part begins on two quiet cores of a slow machine: imports
@@ -35,6 +35,7 @@ STARTED = "started_s"  # the file in which a part says how long it took to begin
 STARTING_S = 180.0  # until a part on the CPU is given up that has not begun
 ENDING_S = 10.0  # for processes that were killed to be gone
 LAST_LINES = 40
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 BENCHMARKS = Path(__file__).parents[1]
 Result = dict[str, Any]
 
@@ -92,16 +93,18 @@ def judge(result: Result) -> str:
 def start(work: str, place: Place, folder: Path) -> subprocess.Popen[bytes]:
     """Start the worker, in a session of its own; all that it prints goes to FOLDER/said."""
     path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": visible(place)}
+    environment = os.environ | {"PYTHONPATH": path} | visible(place)
     environment.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "campaign.worker", work, str(folder), json.dumps(asdict(place))]
     with (folder / "said").open("wb") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
 
 
-def visible(place: Place) -> str:
-    """Return the one card that a part sees: the first of those that this process sees, or none."""
-    return "" if place.on_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+def visible(place: Place) -> dict[str, str]:
+    """Return the variable for the cards that a part sees: none, the first that this process sees, or all of these."""
+    if place.device == ONE_A_RANK:
+        return {}
+    return {VISIBLE: "" if place.on_cpu else os.environ.get(VISIBLE, "0").partition(",")[0]}
 
 
 def waited(process: subprocess.Popen[bytes], deadline: float) -> int | None:

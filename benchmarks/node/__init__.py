@@ -1,5 +1,6 @@
 """The parts of cluster_check.py: what only several devices of one node can show.
 
+launches   processes of a part: one launch that fails or hangs leaves the others their time
 links      the doctor, and a sum over all devices with peer access and without
 axes       stages and axes beside one process
 groups     bytes of communicators beside the plan's

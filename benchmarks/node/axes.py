@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from campaign.account import Account, Place
 from campaign.training import FP32_TOLERANCE, Curve, compare
-from ranks import Start, run_ranks
 from torch import Tensor, nn
 
+from node.launches import launched, start_of
 from zero3d import Engine, Mesh
 
 STEPS, ROWS, LENGTH, RATE = 3, 8, 32, 0.1
@@ -23,7 +23,6 @@ SIZES = {
     "num_key_value_heads": 4, "vocab_size": 256,
 }  # fmt: skip
 CUT_STAGES, CPU_STAGES = {"tp": (1, 3), "pp": (1, 3)}, {"tp": (3,), "pp": (1,)}
-BACKENDS = {True: "gloo", False: "nccl"}
 
 
 class Case(NamedTuple):
@@ -43,7 +42,7 @@ def cases(ranks: int, stages: Mapping[str, Sequence[int]]) -> Iterator[list[Case
     yield [Case("sp 2, stage 3", 3, {"dp": ranks, "sp": 2})]
     yield [Case("ep 2, stage 3", 3, {"dp": ranks, "ep": 2}, experts=True)]
     if ranks >= 4:
-        yield [Case("shard 2, stage 3", 3, {"dp": ranks, "shard": ranks // 2})]
+        yield [Case(f"shard {ranks // 2}, stage 3", 3, {"dp": ranks, "shard": ranks // 2})]
     if ranks == 8:
         yield [Case("dp 2 x tp 2 x pp 2, stage 1", 1, {"dp": 2, "tp": 2, "pp": 2})]
 
@@ -55,9 +54,11 @@ def axes(place: Place, account: Account) -> None:
     launches = list(cases(place.ranks, CPU_STAGES if place.on_cpu else CUT_STAGES))
     if place.on_cpu:  # where processes take longer to start than to train
         launches = [[case for launch in launches for case in launch]]
-    start = Start(place.ranks, BACKENDS[place.on_cpu], device.type, "default", place.limit_s)
+    start = start_of(place, len(launches))
     for launch in launches:
-        curves = run_ranks(start, curves_of, launch)
+        curves = launched(account, [case.name for case in launch], start, curves_of, launch)
+        if curves is None:
+            continue
         for case in launch:
             compare(account, case.name, curves[case.name], plain[case.experts], FP32_TOLERANCE)
         if len({case.stage for case in launch if case.degrees == launch[0].degrees}) == 4:

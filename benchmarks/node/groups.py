@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from campaign.account import Account, Place
-from ranks import Start, over_ranks, run_ranks
+from ranks import over_ranks
 
+from node.launches import launched, start_of
 from zero3d import Mesh
 from zero3d.engine.foundation import Axes
 from zero3d.tools.plan.memory import communicators
@@ -25,21 +26,25 @@ def meshes(ranks: int) -> list[dict[str, int]]:
 
 def groups(place: Place, account: Account) -> None:
     """Open the axes of each mesh in fresh processes, with two communicators for states and with one."""
-    device, backend = ("cpu", "gloo") if place.on_cpu else ("cuda", "nccl")
-    start = Start(place.ranks, backend, device, "default", place.limit_s)
     if place.on_cpu:
         account.skipped("bytes of communicators", "gloo has none on a device")
     asked = [(degrees, each) for degrees in meshes(place.ranks) for each in (2, 1)]
-    for launch in [asked] if place.on_cpu else [[one] for one in asked]:  # fresh processes: none has a communicator yet
-        for (degrees, each), row in zip(launch, run_ranks(start, all_opened, launch), strict=True):
+    launches = [asked] if place.on_cpu else [[one] for one in asked]  # fresh processes: none has a communicator yet
+    start = start_of(place, len(launches))
+    for launch in launches:
+        names = [name_of(*one) for one in launch]
+        rows = launched(account, names, start, all_opened, launch)
+        for name, (degrees, each), row in zip(names, launch, rows or (), strict=rows is not None):
             plan = ParallelPlan(stage=3, communicators=each, **degrees)
             row["planned"] = communicators(plan, place.ranks)
-            name = ", ".join(f"{axis} {size}" for axis, size in degrees.items())
-            account.ran(f"{name}: {each} for states", row)
+            account.ran(name, row)
             if row["bytes"]:
-                account.goal(
-                    f"communicators of {name}, {each}: used / planned", 1.0, row["bytes"] / row["planned"], most=True
-                )
+                account.goal(f"communicators of {name}: used / planned", 1.0, row["bytes"] / row["planned"], most=True)
+
+
+def name_of(degrees: dict[str, int], each: int) -> str:
+    """Return the name of a case."""
+    return f"{', '.join(f'{axis} {size}' for axis, size in degrees.items())}: {each} for states"
 
 
 def all_opened(device: torch.device, asked: list[tuple[dict[str, int], int]]) -> list[dict[str, Any]]:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from campaign.account import Account, Place
-from ranks import Start, run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
+from node.launches import FAULTS, last_line, start_of
 from zero3d import Engine, Mesh
 from zero3d.distributed.unit_order import AHEAD
 
@@ -67,7 +68,6 @@ class Net(nn.Module):
 
 def holes(place: Place, account: Account) -> None:
     """Train through every hole in each way; a launch that does not end has said which hole it was in."""
-    device, backend = ("cpu", "gloo") if place.on_cpu else ("cuda", "nccl")
     matrix = [(rank, block) for block in range(BLOCKS) for rank in range(place.ranks)]
     # Ranks that have hung leave the other ways their time; on the CPU they take longer to start than to train.
     launches = [list(WAYS)] if place.on_cpu else [[way] for way in WAYS]
@@ -75,11 +75,10 @@ def holes(place: Place, account: Account) -> None:
         with tempfile.TemporaryDirectory() as folder:
             at = Path(folder) / "at"
             at.write_text("no step was begun")
-            start = Start(place.ranks, backend, device, "default", 0.9 * place.limit_s / len(launches))
             try:
-                apart = run_ranks(start, all_trained, ways, matrix, str(at))
-            except TimeoutError as error:
-                account.ran(", ".join(ways), {"at": at.read_text()}, f"{error}: {at.read_text()}")
+                apart = run_ranks(start_of(place, len(launches)), all_trained, ways, matrix, str(at))
+            except FAULTS as error:
+                account.ran(", ".join(ways), {"at": at.read_text()}, f"{last_line(error)}: {at.read_text()}")
                 continue
         for way in ways:
             wrong = "" if apart[way] <= NEAR else f"weights are {apart[way]:.1e} off those of one process"

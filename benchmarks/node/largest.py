@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from campaign.account import Account, Place
 from peers import CLIP, Fsdp2, Setting, adamw
-from ranks import Start, over_ranks, run_ranks, synchronize
+from ranks import Start, over_ranks, synchronize
 from torch import Tensor, nn
 from torch.profiler import profile
 
+from node.launches import launched, start_of
 from zero3d import Engine, Mesh
 from zero3d.activations.recomputation import recompute
 from zero3d.models.presets import PRESETS
@@ -43,11 +44,12 @@ NEAR = 0.05  # of planned bytes and seconds
 
 def largest(place: Place, account: Account) -> None:
     """Choose the preset, train it in the ways that the part is named after, and compare with its plan."""
-    for way in place.part.partition(".")[2].split("-"):
-        measure(place, account, way)
+    ways = place.part.partition(".")[2].split("-")
+    for way in ways:
+        measure(place, account, way, start_of(place, len(ways), "keep"))
 
 
-def measure(place: Place, account: Account, way: str) -> None:
+def measure(place: Place, account: Account, way: str, start: Start) -> None:
     """Train in one way."""
     name, length, machine = CPU_MODEL, CPU_LENGTH, cluster("cpu", place.ranks)
     if not place.on_cpu:
@@ -55,10 +57,9 @@ def measure(place: Place, account: Account, way: str) -> None:
         machine, length = cluster(card, place.ranks, 1), LENGTH
         name = chosen(machine, length)
     account.ran(f"{way}: model", {"preset": name, "length": length, "micro_batch": 1, "accumulate": accumulate_of(way)})
-    backend, device = ("gloo", "cpu") if place.on_cpu else ("nccl", "cuda")
-    row = run_ranks(
-        Start(place.ranks, backend, device, "keep", place.limit_s), trained, way, name, length, place.seconds
-    )
+    row = launched(account, [f"{way}: measured"], start, trained, way, name, length, place.seconds)
+    if row is None:
+        return
     account.ran(f"{way}: measured", row, "" if row["loss"] < row["first_loss"] else "the loss did not fall")
     if way == "fsdp2":
         return

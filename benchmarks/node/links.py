@@ -20,11 +20,12 @@ SECONDS, CPU_SECONDS = 60.0, 20.0  # for a sum over all devices
 def links(place: Place, account: Account) -> None:
     """Sum over all devices with peer access and without it, decide about it, and let the doctor look at the rest."""
     backend, seconds = ("gloo", CPU_SECONDS) if place.on_cpu else ("nccl", SECONDS)
-    ways = {"peer access": False, "no peer access": True}
+    # What is slow for the first time, such as devices that wake up, must not look like peer access that hangs.
+    ways = {"no peer access": True, "peer access": False}
     found = {name: outcome_of(backend, place.ranks, seconds, disable) for name, disable in ways.items()}
     for name, outcome in found.items():
         account.ran(f"sum with {name}", outcome.as_dict())
-    disable = decide(*(outcome.fault for outcome in found.values()))
+    disable = decide(found["peer access"].fault, found["no peer access"].fault)
     account.ran(P2P, disable, "" if disable is not None else found["no peer access"].text)
     account.ran("doctor", *examined(CPU_PROBES if place.on_cpu else []))
 

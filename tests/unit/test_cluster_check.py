@@ -1,5 +1,6 @@
 """benchmarks/cluster_check.py and the page that its files make: decisions, bad input; all of it on two gloo ranks."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,14 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from zero3d.distributed.degrees import Degrees
+from zero3d.tools.doctor.allreduce import Outcome
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import cluster_check  # noqa: E402
 import figures_ran  # noqa: E402
+import watchdog  # noqa: E402
+from campaign import process  # noqa: E402
 from campaign.account import Account, Place  # noqa: E402
 from campaign.record import Record  # noqa: E402
-from node import holes, largest, links  # noqa: E402
+from node import axes, drills, groups, holes, largest, launches, links  # noqa: E402
 
 GOOD, BAD = "", "wrong"
 
@@ -25,6 +32,21 @@ GOOD, BAD = "", "wrong"
 ])  # fmt: skip
 def test_peer_access_is_left_alone_unless_sums_fail_with_it_and_not_without(with_peers, without, decision):
     assert links.decide(with_peers, without) == decision
+
+
+def test_what_wakes_up_first_is_the_sum_without_peer_access(tmp_path, monkeypatch):
+    summed = []
+
+    def outcome(backend, ranks, seconds, disable):
+        summed.append(disable)
+        return Outcome(fault="hang", text="hangs") if disable else Outcome(1.0, 2.0)
+
+    monkeypatch.setattr(links, "outcome_of", outcome)
+    monkeypatch.setattr(links, "examined", lambda words: ({}, ""))
+    links.links(Place("links", "cuda", 5.0, ranks=8), Account(tmp_path / "account.json"))
+    found = json.loads((tmp_path / "account.json").read_text())
+    assert summed == [True, False]
+    assert (found["ran"][links.P2P], found["failed"]) == ("", {})
 
 
 @pytest.mark.parametrize(("part", "found", "given", "left"), [
@@ -40,7 +62,7 @@ def test_later_parts_have_what_the_first_one_found_unless_it_is_set(monkeypatch,
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["--minutes", "0"], "is no time"), (["--ranks", "1"], "pass 2, 4, 6 or 8"), (["--ranks", "3"], "pass 2, 4, 6 or 8"),
+    (["--minutes", "0"], "is no time"), (["--ranks", "1"], "pass 2, 4 or 8"), (["--ranks", "6"], "pass 2, 4 or 8"),
     (["--only", "axis"], "is no part"), (["--resume"], "pass --json FILE"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, told):
@@ -58,6 +80,35 @@ def test_too_few_cards_are_told_before_anything_is_written(tmp_path, monkeypatch
     assert cluster_check.main([*words, "--json", str(tmp_path / "node.json")]) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_bad_input(tmp_path, capsys):
+    assert cluster_check.main(["--device", "cpu", "--json", str(tmp_path / "none" / "node.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("found", "ranks"), [(2, 2), (3, 2), (4, 4), (6, 4), (7, 4), (8, 8), (16, 8)])
+def test_ranks_are_the_most_whose_halves_are_whole(found, ranks):
+    assert cluster_check.most(found) == ranks
+
+
+@pytest.mark.parametrize("given", [None, "4,5,6,7"])
+def test_a_part_of_several_ranks_sees_all_cards_and_one_of_a_card_the_first(monkeypatch, given):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    of_node, on_cpu = (cluster_check.place_of(cluster_check.PARTS[1], device, 4) for device in ("cuda", "cpu"))
+    assert process.visible(of_node) == {}
+    assert process.visible(on_cpu) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert process.visible(Place("parity", "cuda:0", 5.0)) == {"CUDA_VISIBLE_DEVICES": "0" if given is None else "4"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_case_has_whole_micro_batches_and_fits_the_ranks(ranks):
+    for case in itertools.chain.from_iterable(axes.cases(ranks, axes.CUT_STAGES)):
+        degrees = Degrees.resolve(ranks, **case.degrees)
+        assert axes.ROWS % (degrees.rows * degrees.pp) == 0
+    assert all(Degrees.resolve(ranks, **mesh) for mesh in groups.meshes(ranks))
 
 
 def test_the_hour_is_planned_within_fifty_minutes():
@@ -131,6 +182,56 @@ def test_a_launch_that_hangs_says_in_which_step(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "account.json").read_text())
     [wrong] = found["failed"].values()
     assert "block 3 has a hole on rank 1" in wrong
+
+
+def test_a_launch_that_fails_is_a_finding_and_the_next_one_runs(tmp_path, monkeypatch):
+    begun = []
+
+    def some_fail(start, function, asked):
+        begun.append(asked)
+        if len(begun) == 1:
+            raise ProcessRaisedException("-- Process 1 --\nTraceback\nRuntimeError: NCCL", 1, 7)
+        return [{"groups": {}, "bytes": 0.0} for _ in asked]
+
+    monkeypatch.setattr(launches, "run_ranks", some_fail)
+    groups.groups(Place("groups", "cuda", 90.0, ranks=2), Account(tmp_path / "account.json"))
+    found = json.loads((tmp_path / "account.json").read_text())
+    assert found["failed"] == {"dp 2: 2 for states": "RuntimeError: NCCL"}
+    assert list(found["ran"]) == [f"{axis} 2: {each} for states" for axis in ("dp", "tp") for each in (2, 1)]
+
+
+def test_launches_that_hang_leave_others_their_time():
+    place = Place("axes", "cuda", 300.0, ranks=8)
+    assert launches.start_of(place, 1).timeout_s == 300.0
+    assert launches.start_of(place, 2).timeout_s == 135.0
+    assert launches.start_of(place, 8).timeout_s == 90.0
+
+
+def test_a_phase_that_is_not_told_leaves_the_others_their_turn(tmp_path, monkeypatch):
+    def silent(folder, fault, patience):
+        if fault == "stop:forward":
+            raise RuntimeError("the watchdog has not said a word")
+        return {"met": True}
+
+    monkeypatch.setattr(drills, "one_fault", silent)
+    drills.hangs(Place("hangs", "cuda", 5.0, ranks=2), Account(tmp_path / "account.json"))
+    found = json.loads((tmp_path / "account.json").read_text())
+    assert list(found["ran"]) == [f"stopped in {phase}" for phase in watchdog.PHASES]
+    assert list(found["failed"]) == ["stopped in forward"]
+
+
+READING, GATHERING = ("read after all_reduce", "-"), ("all_gather", "model.layers.1")
+
+
+@pytest.mark.parametrize(("phase", "call", "whom", "absent"), [
+    ("forward", READING, [1], []), ("backward", READING, [1], []), ("forward", GATHERING, [1], []),
+    ("forward", ("all_reduce", "-"), [1], ["unit", "operation"]), ("forward", READING, [], ["rank"]),
+    ("backward", ("reduce_scatter", "a"), [1], []), ("save", ("exchange", "-"), [1], []),
+])  # fmt: skip
+def test_a_rank_whose_kernels_wait_reads_where_one_of_a_host_gathers(phase, call, whom, absent):
+    waiting = {"state": "waiting", "op": call[0], "unit": call[1], "stack": ["a"]}
+    told = {"ranks": [waiting, {"state": "stopped", "stack": ["b"]}], "waits": [{"for": whom}]}
+    assert [name for name, there in watchdog.named_in(told, phase).items() if not there] == absent
 
 
 @pytest.mark.long

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from zero3d.tools.cli.main import main
-from zero3d.tools.doctor import adapters
+from zero3d.tools.doctor import adapters, links as links_module
 from zero3d.tools.doctor.adapters import judge, ports
 from zero3d.tools.doctor.examine import _unanswered
 from zero3d.tools.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, Request
@@ -23,6 +24,14 @@ def test_named_findings_stop_a_job_on_whichever_host_they_are():
         assert stops({"a": Finding(OK, ""), name: WRONG}) == [name]
         assert stops({f"{name} @ host (rank 3)": WRONG}) == [f"{name} @ host (rank 3)"]
         assert stops({name: Finding(WARNING, "slow"), f"{name} @ b": Finding(SKIPPED, "")}) == []
+
+
+@pytest.mark.parametrize("name", [
+    "gpus", "pinned", "p2p", "nccl", "nics", "hcas", "shm", "limits", "space", "ranks", "alike", "between",
+    "all-reduce between", "links between",
+])  # fmt: skip
+def test_each_of_these_alone_stops_a_job(name):
+    assert stops({name: WRONG}) == [name]
 
 
 def test_what_a_busy_machine_makes_stops_none():
@@ -121,6 +130,16 @@ def test_every_two_neighbours_time_what_they_pass(ranks, hosts):
     assert sorted(lower for each in found for lower, _ in each) == list(range(hosts - 1))
     assert all(lower == place and pace > 0 for place, each in enumerate(found) for lower, pace in each)
     assert judge_links(found, [f"h{n}" for n in range(hosts)]).verdict in (OK, WARNING)
+
+
+def test_the_first_operation_of_a_host_without_a_neighbour_is_of_all_hosts_too(monkeypatch):
+    # NCCL makes a communicator with the first operation, and a message of two would wait for the third.
+    begun = []
+    monkeypatch.setattr(links_module, "_pace", lambda *_: begun.append("messages") or 1e9)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: begun.append("barrier"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: begun.append("sum"))
+    assert links(2, 3) == []
+    assert begun == ["sum", "sum", "barrier", "messages", "barrier"]
 
 
 def test_a_slow_link_is_named_by_its_hosts():

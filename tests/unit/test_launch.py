@@ -16,6 +16,7 @@ from zero3d.memory.segments import segments_note
 from zero3d.tools.cli.launch import sizes
 from zero3d.tools.cli.main import main, parse
 from zero3d.tools.cli.rank_environment import join_environment
+from zero3d.tools.cli.slurm import seconds_of
 from zero3d.tools.cli.train import as_words
 from zero3d.tools.cli.worker import report_output
 from zero3d.tools.cli.workers import RANKS, Worker, chosen_output, environment, ranks_here, resume_command
@@ -105,6 +106,8 @@ ALL_SHAPES = {
     "container": (["--container", "img.sqsh", "--mount", "/data:/data"], {"nodes": 1, "gpus_per_node": 8}),
     "shared": (["--shared", "--gpus-per-node", "1"],
                {"exclusive": None, "cpus_per_task": 8, "mem": None, "mem_per_gpu": "64G"}),
+    "shared, with an own size": (["--shared", "--gpus-per-node", "1", "--mem", "100G", "--cpus-per-task", "4"],
+                                 {"exclusive": None, "cpus_per_task": 4, "mem": "100G", "mem_per_gpu": None}),
 }  # fmt: skip
 
 
@@ -116,6 +119,14 @@ def test_a_batch_script_asks_for_whole_nodes_and_warns_before_the_limit(folder, 
     usual = {"exclusive": True, "mem": "0", "time": "24:00:00", "signal": "TERM@300", "requeue": True}
     assert sbatch(text).items() >= {k: v for k, v in (usual | asked).items() if v is not None}.items()
     assert not {name for name, value in asked.items() if value is None} & set(sbatch(text))
+
+
+@pytest.mark.parametrize(("time", "seconds"), [
+    ("5", 300), ("5:30", 330), ("1:00:00", 3600), ("2-12", 216000), ("0-1:10", 4200), ("1-0:0:9", 86409), ("0", None),
+    ("UNLIMITED", None),
+])  # fmt: skip
+def test_limits_are_read_as_sbatch_reads_them(time, seconds):
+    assert seconds_of(time) == seconds
 
 
 def run_script(folder, text, doctor=0):
@@ -237,6 +248,7 @@ def test_a_mesh_that_says_its_dp_says_how_many_processes_there_are(mesh, asked, 
         (["slurm", "run.yaml", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
         (["slurm"], "CONFIG"),
         (["slurm", "run.yaml", "--time", "tomorrow"], "--time tomorrow: type it as sbatch takes it"),
+        (["slurm", "run.yaml", "--time", "5"], "--time 5 is 300 seconds (a number alone is minutes)"),
         (["slurm", "run.yaml", "--mem", "lots"], "--mem lots: type a whole number"),
         (["slurm", "run.yaml", "--cpus-per-task", "0"], "--cpus-per-task 0: type a whole number from 1"),
         (["slurm", "run.yaml", "--partition", "a b"], "--partition a b: type its name"),

@@ -345,6 +345,7 @@ def test_what_the_device_shows_is_reserved_blocks_and_contexts():
         ({"dp": 2, "tp": 2, "pp": 2, "accumulate": 2}, 4, 2),
         ({"dp": 4, "shard": 2}, 4, 0),
         ({"dp": 4, "sp": 2}, 3, 0),
+        ({"dp": 4, "sp": 2, "replay": 2}, 4, 0),
     ):
         found, measured = (
             memory(model_of(), ParallelPlan(stage=1, **degrees), replace(cluster("a100-80", 8), communicator=each))

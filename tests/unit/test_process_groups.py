@@ -119,6 +119,8 @@ def test_what_opening_an_axis_costs_is_a_matter_of_its_own_ranks(made):
 
 @pytest.mark.parametrize(("axis", "options"), [
     ("dp", GroupOptions(high_priority=True)), ("pp", GroupOptions()), ("tp", GroupOptions()),
+    ("shard", GroupOptions(high_priority=True)), ("edp", GroupOptions(high_priority=True)),
+    ("node", GroupOptions(high_priority=True)), ("ep", GroupOptions()), ("sp", GroupOptions()),
     ("world", GroupOptions(channels=1)), ("replica", GroupOptions(channels=1)),
 ])  # fmt: skip
 def test_groups_are_like_what_they_carry(axis, options):
@@ -199,6 +201,18 @@ def test_the_group_that_a_later_engine_adds_to_an_axis_carries_a_number_of_all_r
             axis = mesh.axis(name)
             wanted = [("new_group", None), ("all_reduce", axis.gathers), ("all_reduce", axis.reductions)]
             assert recorded[begun:] == (wanted if name == "dp" else [])
+
+
+def test_engines_with_other_numbers_of_groups_share_the_one_group_of_other_axes(made):
+    with world_of(8):
+        mesh = zero3d.Mesh(pp=2, dp=2, tp=2)
+        mesh.communicators = 1
+        before = [mesh.axis(name) for name in NAMES]
+        mesh.communicators = 2
+        after = [mesh.axis(name) for name in NAMES]
+    assert len(made) == 5  # one of dp was added
+    assert [axis.reductions is axis.gathers for axis in after] == [name != "dp" for name in NAMES]
+    assert [axis.gathers for axis in after] == [axis.gathers for axis in before]
 
 
 def test_a_monitor_hears_of_axes_of_engines_with_any_number_of_groups(monkeypatch):

@@ -50,6 +50,16 @@ def test_a_file_that_trains_is_launched_without_a_comment(folder, capsys):
     assert capsys.readouterr().out.startswith("torchrun ")
 
 
+def test_a_pipeline_may_have_a_block_a_stage(folder, capsys):
+    assert main(["launch", "torchrun", "run.yaml", "mesh.pp=2", "train.accumulate=2"]) == 0
+
+
+def test_chats_are_left_to_ranks_where_the_tokenizer_is(folder, capsys):
+    assert main(["launch", "torchrun", "run.yaml", "data.train=chat.jsonl", "data.tokenizer=/models/words"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# not checked: ")]
+    assert said == ["# not checked: data.tokenizer=/models/words, which is not on this machine"]
+
+
 def test_a_tokenizer_of_more_tokens_than_the_vocabulary_is_refused(folder, capsys):
     save_tokenizer(folder / "words")
     (folder / "config.json").write_text(json.dumps(SMALL | {"vocab_size": 10}))

@@ -1,9 +1,9 @@
 """Process groups of an axis: what they are for, how they are made, and their first collective.
 
     axis            carries                   NCCL
-    dp, node        what compute waits for,   a stream of high priority
-                    beside compute (side streams)
-    pp, tp          activations               its defaults
+    dp, its folds'  what compute waits for,   a stream of high priority
+    states, node    beside compute (side streams)
+    pp, tp, ep, sp  activations               its defaults
     world, replica  a few numbers             one channel: each more takes device memory and brings nothing
 
 A group's first batched point-to-point must include all its ranks, or NCCL hangs; one collective of all of them as soon
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero3d.distributed.axis import Axis, Call, backends_of
-from zero3d.distributed.degrees import FEW_NUMBERS
+from zero3d.distributed.degrees import DATA, FEW_NUMBERS
 from zero3d.errors import MeshError
 
 _NAMES = "zero3d/groups"  # in the store, and in what torch says of a group
@@ -49,7 +49,7 @@ def options_of(axis: str) -> GroupOptions:
     """Return the options for an axis' groups, by their traffic."""
     if axis in FEW_NUMBERS:
         return GroupOptions(channels=1)
-    return GroupOptions(high_priority=axis in ("dp", "node"))
+    return GroupOptions(high_priority=axis in (*DATA, "node"))
 
 
 def backend_options(backend: str, options: GroupOptions, patience: timedelta) -> Any:

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, overrides = split_words(arguments.words)
     if config is None:
         raise ConfigError(f"CONFIG is missing: type zero3d launch {target} CONFIG, the YAML file of the run.")
-    resources = batch.resources_of(arguments)
+    resources = batch.resources_of(arguments, GRACE)
     if target != SLURM and (others := resources.given()):
         raise ConfigError(f"{others[0]} is of a batch script: type zero3d launch {SLURM}, or leave it out.")
     filled = load_filled(config, overrides)

@@ -88,12 +88,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-preflight", action="store_false", dest="preflight", help="do not examine the nodes first")
 
 
-def resources_of(arguments: argparse.Namespace) -> Resources:
-    """Return what these options ask for. Raises ConfigError."""
+def resources_of(arguments: argparse.Namespace, grace: int) -> Resources:
+    """Return what these options ask for. grace: seconds before the limit in which a run stops. Raises ConfigError."""
     values: dict[str, Any] = {each.name: getattr(arguments, each.name) for each in fields(Resources)}
     asked = Resources(**values | {name: tuple(values[name]) for name in ("mount", "nccl")})
     if not TIME.match(asked.time):
         raise ConfigError(f"--time {short(asked.time)}: type it as sbatch takes it, such as 24:00:00 or 2-00:00:00.")
+    if (limit := seconds_of(asked.time)) is not None and limit <= grace:
+        raise ConfigError(
+            f"--time {asked.time} is {limit} seconds (a number alone is minutes), and {grace} seconds before the limit "
+            f"the run is told to stop: type more than {grace // 60} minutes."
+        )
     if asked.mem is not None and not SIZE.match(asked.mem):
         raise ConfigError(f"--mem {short(asked.mem)}: type a whole number with K, M, G or T, such as 500G.")
     if asked.cpus_per_task is not None and asked.cpus_per_task < 1:
@@ -112,6 +117,16 @@ def resources_of(arguments: argparse.Namespace) -> Resources:
                 f"--nccl {short(pair)}: type NAME=VALUE, such as SOCKET_IFNAME=ib0 for NCCL_SOCKET_IFNAME."
             )
     return asked
+
+
+def seconds_of(time: str) -> int | None:
+    """Return a limit as sbatch reads it, such as MINUTES, MINUTES:SECONDS or DAYS-HOURS; None where there is none."""
+    if not time[0].isdigit() or time == "0":
+        return None
+    days, dash, rest = time.rpartition("-")
+    units = (3600, 60, 1) if dash or rest.count(":") == 2 else (60, 1)
+    parts = map(int, rest.split(":"))
+    return 86400 * int(days or 0) + sum(unit * part for unit, part in zip(units, parts, strict=False))
 
 
 def script(

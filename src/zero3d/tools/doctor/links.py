@@ -35,6 +35,7 @@ def links(place: int, hosts: int) -> list[Link]:
     has_card = torch.tensor([float(torch.cuda.is_available())])
     dist.all_reduce(has_card, dist.ReduceOp.MIN)
     device = torch.device("cuda", 0) if has_card else torch.device("cpu")
+    dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects all hosts or none, and one may have no neighbour yet
     found = []
     for first in (0, 1):
         lower = place - (place - first) % 2

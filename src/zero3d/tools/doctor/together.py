@@ -47,6 +47,7 @@ from zero3d.tools.doctor.versions import installed
 COME = 45.0  # seconds in which all ranks must have come
 ANSWER = 5.0  # of one connection
 REDUCE = 30.0
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # 0: a link that hangs is a finding, and torch does not end the doctor
 BYTES, REPEATS = 4 << 20, 3  # 10 s in all on a link of 10 Mbit/s
 EXAMINED = 150.0  # in which a host must have told what it found
 SKEW, SLOW_TRIP = 1.0, 20.0  # seconds; milliseconds
@@ -206,6 +207,7 @@ def measure_across(store: Any, ranks: list[int], rank: int, request: Request) ->
     if request.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = request.interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", request.interface)
+    os.environ.setdefault(HANDLING, "0")
     reduced: list[tuple[float, bool] | str] = []
     timed: list[Sequence[Link] | str] = []
 
