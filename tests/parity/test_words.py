@@ -42,8 +42,8 @@ AGREE = {  # types that python tests/words.py has tried, whose words are what ru
     "qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rembert", "roberta", "roberta-prelayernorm",
     "roc_bert", "roformer", "rwkv", "seed_oss", "shieldgemma2", "smollm3", "smolvlm", "solar_open", "stablelm",
     "starcoder2", "step3p7", "t5gemma2", "trocr", "unlimited_ocr", "vaultgemma", "video_llama_3", "video_llava",
-    "vipllava", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "youtu", "zamba",
-    "zamba2", "zaya",
+    "vipllava", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "youtu",
+    "zamba", "zamba2", "zaya",
 }  # fmt: skip
 
 
