@@ -46,6 +46,7 @@ OWN = {
         "vocab_size": 64, "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1, "decoder_layers": 2,
         "decoder_ffn_dim": 48, "decoder_attention_heads": 4,
     },
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip

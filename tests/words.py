@@ -97,6 +97,9 @@ def _trained(model, kind, word):
         steps = [[in_a_row(model, step)] for step in steps]
     if word.startswith("lora"):
         _adapt(model)
+    for module in model.modules():
+        if hasattr(module, "running_mean"):  # of BatchNorm, which are of rank 0's rows (Emu3)
+            module.momentum = 0.0
     mesh = zero3d.Mesh(**MESHES.get(word, {}))
     stage, rows = 3 if mesh.dp > 1 else 2, mesh.dp // mesh.sp  # ranks that share sequences have the same ones
     engine = zero3d.Engine(

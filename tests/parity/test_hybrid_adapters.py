@@ -7,6 +7,7 @@ import torch
 from families import family
 from hybrids import HYBRIDS, hybrid
 from models import adamw, batch, bits
+from torch import nn
 
 import zero3d
 from zero3d.config import Lora, load
@@ -90,6 +91,21 @@ def test_a_layer_whose_clamped_weight_is_multiplied_by_is_refused():
     assert leaves(find_targets(model, Lora(rank=4))[0]) >= {"q_proj", "prediction_coefs"}
     assert "correction_coefs" not in leaves(find_targets(model, Lora(rank=4))[0])
     assert not leaves(find_layers(model.requires_grad_(False))) & {"correction_coefs"}
+
+
+class Limits(nn.Module):
+    """A module that clamps the weight of one layer, and something else beside the weight of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.past, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.past.weight.clamp(-1, 1)), self.told(self.called.weight, x.clamp(-1, 1))
+
+
+def test_a_layer_is_not_left_out_for_a_clamp_of_something_else():
+    assert read_past(Limits()) == {"past"}
 
 
 @pytest.mark.parametrize("name", ["mamba2", pytest.param("qwen3_5_text", marks=pytest.mark.long)])

@@ -24,6 +24,7 @@ from zero3d.models.mixing import is_mixer_class
 RATES = ("A_log", "recurrent_param", "time_decay")  # a module with one of them of its own is a recurrence
 OWN = (*RATES, "D", "time_first")  # of a recurrence, like its biases
 READ = ("dt_proj",)  # linear layers of Mamba 1 whose weight the mixer multiplies by itself: no forward of theirs runs
+LOADS = ("LOAD_ATTR", "LOAD_METHOD")  # of bytecode
 SHIFTS = "time_mix_"  # RWKV's shares of this token and the one before, [1, 1, width], in its feed-forward, too
 
 
@@ -70,7 +71,7 @@ def _clamped(kind: type[nn.Module]) -> frozenset[str]:
 def _clamps(method: Any) -> Iterator[str]:
     code = inspect.unwrap(method).__code__
     if {"weight", "clamp"} <= set(code.co_names):
-        steps = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+        steps = [step.argval if step.opname in LOADS else "" for step in dis.get_instructions(code)]
         for name, *more in zip(steps, steps[1:], steps[2:], strict=False):
             if more == ["weight", "clamp"]:
                 yield name
