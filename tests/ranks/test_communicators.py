@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deep import deep
 from models import adamw, batch, net
 from pipelines import build, engine_of, micro_batches
 from test_holes import BLOCKS, Block, Net, data, sgd
@@ -17,6 +18,8 @@ from test_late_gradients import Branching, Twice, losses
 from torch import nn
 
 import zero3d
+from zero3d.activations.recomputation import recompute
+from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 
 
@@ -289,6 +292,60 @@ def twice_called(number):
 
 def test_blocks_that_are_called_twice_have_the_bits_of_two_communicators(ranks):
     assert ranks(2, twice_called, 1) == ranks(2, twice_called, 2)
+
+
+# --- axes of one group --------------------------------------------------------------------------
+
+SHAPES = {
+    "tensors, in a pipeline": ("qwen3", {"tp": 2, "pp": 2}, {"tp", "replica"}),
+    "sequences": ("qwen3", {"dp": 4, "sp": 2}, {"sp"}),
+    "experts": ("moe", {"dp": 4, "ep": 2}, {"ep"}),
+    "copies of shards": ("qwen3", {"dp": 4, "shard": 2}, {"replicate", "dp"}),
+}
+
+
+def on_axes(family, degrees):
+    """What this rank begins on its axes in two steps and an evaluation, recomputing blocks, and each one's ranks."""
+    torch.manual_seed(7)
+    mesh, begun, begins = zero3d.Mesh(**degrees), [], Axis.begins
+
+    def noted(axis, op, unit):
+        begun.append((axis.name, op, unit))
+        return begins(axis, op, unit)
+
+    model = deep(family, layers=4, inner=96)
+    model.resize_token_embeddings(pad_to_multiple_of=2)
+    recompute(model, "full")
+    schedule = {"schedule": "1f1b"} if mesh.pp > 1 else {}
+    with mock.patch.object(Axis, "begins", noted):
+        engine = zero3d.Engine(
+            model, mesh=mesh, stage=3, precision="fp32", optimizer=adamw, clip_norm=0.5, accumulate=2, **schedule
+        )
+        for step in range(2):
+            ids = [batch(10 * step + part, mesh.row) for part in range(2)]
+            engine.train_batch([{"input_ids": each, "labels": each} for each in ids])
+        if mesh.pp == 1:
+            with torch.no_grad():
+                engine(input_ids=ids[0], labels=ids[0])
+    names = {name for name, _, _ in begun}
+    found = {name: (list(mesh._ranks(name)), [each[1:] for each in begun if each[0] == name]) for name in names}
+    single = {name for name in names if mesh.axis(name).reductions is mesh.axis(name).gathers}
+    engine.close()
+    return found, single
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_of_an_axis_of_one_group_begin_everything_in_one_order(ranks, shape):
+    family, degrees, axes = SHAPES[shape]
+    found = ranks(4, on_axes, family, degrees)
+    for rank, (own, single) in enumerate(found):
+        assert axes <= single
+        for name in single:
+            members, begun = own[name]
+            assert rank in members
+            assert all(found[peer][0][name][1] == begun for peer in members), f"{name} of rank {rank}"
+            assert begun
 
 
 # --- groups of a mesh ---------------------------------------------------------------------------
