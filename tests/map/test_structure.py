@@ -134,7 +134,7 @@ WITH_TORCH = {
     "ways.lightning.strategy", "ways.axolotl", "ways.axolotl.plugin",
     "ways.huggingface.accelerate", "ways.huggingface.accelerate.accelerator", "ways.huggingface.accelerate.keywords", "ways.huggingface.accelerate.optimizer",
     "ways.huggingface.accelerate.compiled", "ways.huggingface.accelerate.meeting",
-    "ways.huggingface.accelerate.world", "ways.huggingface.accelerate.gradient_reads", "ways.huggingface.transformers.callbacks",
+    "ways.huggingface.accelerate.world", "ways.huggingface.accelerate.gradient_reads", "ways.huggingface.accelerate.prompts", "ways.huggingface.transformers.callbacks",
     "ways.checkpoints.dcp", "ways.checkpoints.deepspeed", "ways.checkpoints.foreign",
     "ways.checkpoints.archives", "ways.checkpoints.restricted", "ways.checkpoints.plain",
     "ways.huggingface.accelerate.others", "ways.huggingface.transformers",

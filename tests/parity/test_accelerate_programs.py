@@ -100,6 +100,35 @@ def test_what_all_ranks_save_is_whole_and_local_sgd_has_the_steps_of_every_loop(
     assert rest == [("", True, 0)]
 
 
+def prompts_written(folder):
+    """Whether files that all ranks write have the prompt that was trained, with and without weights gathered before."""
+    from peft import PromptTuningConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    def prompted(model):
+        return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+    def tuned(model):
+        return [p for p in model.parameters() if p.requires_grad]
+
+    with launched():
+        fresh()
+        accelerator, model, *others = prepared(wrap=prompted, groups=tuned)
+        trained(accelerator, model, *others)
+        main = accelerator.is_main_process
+        model.save_pretrained(folder / "gathered", is_main_process=main)
+        model.save_pretrained(folder / "given", is_main_process=main, state_dict=accelerator.get_state_dict(model))
+        accelerator.wait_for_everyone()
+        files = [load_file(folder / how / "adapter_model.safetensors") for how in ("gathered", "given")]
+        encoder = model.prompt_encoder["default"]
+        with accelerator.engine.full_params():
+            return [torch.equal(file["prompt_embeddings"], encoder.embedding.weight) for file in files]
+
+
+def test_prompts_that_all_ranks_save_are_those_that_were_trained(ranks, tmp_path):
+    assert ranks(2, prompts_written, tmp_path) == [[True, True]] * 2
+
+
 def in_part(kind):
     fresh()
     accelerator, model, *others = prepared(kind, part=lambda name: "mlp" in name)

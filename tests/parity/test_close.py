@@ -557,22 +557,24 @@ def test_a_dtype_that_masters_do_not_survive_is_not_shown(came, precision):
 
 
 def frozen_otherwise(rank_decides):
-    """A frozen layer of other values on every rank is rank 0's in the dtype of computation."""
+    """What is kept of a frozen layer, its weights afterwards, and which of its parameters are as they came."""
     torch.manual_seed(torch.distributed.get_rank() if rank_decides else 0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
-    came = model[0].weight.detach().clone()
+    model[0].bias.fill_(1 / 3)
+    came = [p.detach().clone() for p in model[0].parameters()]
     engine = Engine(model, precision="bf16")
-    kept = any(entry.category == "frozen originals" for entry in engine.memory)
+    kept = {entry.category: entry.measured for entry in engine.memory}["frozen originals"]
     engine.close()
-    return kept, bits([model[0].weight]), torch.equal(model[0].weight, came)
+    return kept, bits([model[0].weight]), list(map(torch.equal, model[0].parameters(), came))
 
 
-def test_frozen_parameters_that_differ_over_ranks_are_rank_0s(ranks):
-    (kept, first, _), (_, second, _) = ranks(2, frozen_otherwise, True)
-    assert not kept
+def test_frozen_parameters_that_differ_over_ranks_are_rank_0s_and_others_stay(ranks):
+    (kept, first, stays), (_, second, stays_too) = ranks(2, frozen_otherwise, True)
+    assert kept == 4 * 4 / 2
     assert first == second
-    assert ranks(2, frozen_otherwise, False)[1][::2] == (True, True)
+    assert stays == stays_too == [False, True]
+    assert ranks(2, frozen_otherwise, False)[1][::2] == (4 * (16 + 4) / 2, [True, True])
 
 
 def over_tp():

@@ -53,6 +53,16 @@ def test_zero_grad_forgets_what_was_accumulated_and_the_boundary_stays(stage):
     assert engine.was_step_applied()
 
 
+def test_a_plain_backward_of_a_loss_from_outputs_is_divided_once():
+    engine = opened(2)
+    for number in range(MICRO):
+        ids = batch(number)
+        engine(input_ids=ids, labels=ids).loss.backward()
+        engine.step()
+    wanted = norm_of([(1 / MICRO, number) for number in range(MICRO)])
+    assert engine.get_global_grad_norm() == pytest.approx(wanted, rel=1e-5)
+
+
 def test_a_boundary_without_gradients_applies_nothing():
     engine = opened(1)
     before = bits(engine.module.parameters())

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from models import VOCAB, hf
+from safetensors.torch import load_file
 from tensors import assert_near
 from trainers import Rows, arguments, keep_only, launched, logged, losses_of, train
 
@@ -136,8 +136,34 @@ def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path):
     assert_same(found, wanted)
     keep_only(tmp_path / "ours", 3)
     assert_same(ranks(1, logged, 2, tmp_path / "ours", options, None, adapters, True)[0], wanted)
-    one, other = (safetensors.torch.load_file(tmp_path / who / "checkpoint-6" / ADAPTER) for who in ("plain", "ours"))
+    one, other = (load_file(tmp_path / who / "checkpoint-6" / ADAPTER) for who in ("plain", "ours"))
     assert_near(other, one, 1e-4, rate=options["learning_rate"])
+
+
+PROMPTS = {"PROMPT_TUNING": {}, "PREFIX_TUNING": {"prefix_projection": True, "encoder_hidden_size": 8}, "P_TUNING": {}}
+
+
+def prompted(kind):
+    """A model with virtual tokens, or keys, which PEFT saves as an encoder computes them."""
+    from peft import get_peft_config, get_peft_model
+
+    torch.manual_seed(3)
+    given = {"peft_type": kind, "task_type": "CAUSAL_LM", "num_virtual_tokens": 3} | PROMPTS[kind]
+    return get_peft_model(hf("llama"), get_peft_config(given))
+
+
+@pytest.mark.parametrize(("kind", "stage"), [
+    ("PROMPT_TUNING", 3), ("PREFIX_TUNING", 3),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (("PROMPT_TUNING", 2), ("PREFIX_TUNING", 2), ("P_TUNING", 3))),
+])  # fmt: skip
+def test_prompts_that_an_encoder_computes_are_saved_by_rank_0(ranks, tmp_path, kind, stage):
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 4, "learning_rate": 0.05}
+    build = partial(prompted, kind)
+    wanted = ranks(1, logged, "plain", tmp_path / "plain", options, None, build)[0]
+    assert_same(ranks(2, logged, stage, tmp_path / "ours", options, None, build)[0], wanted)
+    for step in (3, 4):
+        one, other = (load_file(tmp_path / who / f"checkpoint-{step}" / ADAPTER) for who in ("plain", "ours"))
+        assert_near(other, one, 1e-4, rate=options["learning_rate"])
 
 
 ADAPTER = "adapter_model.safetensors"

@@ -1,6 +1,6 @@
 """Values of frozen parameters that came in a wider dtype than an engine computes in, to give them back as they came.
 
-    kept      when the engine is built: this rank's share over dp, on the host, where all ranks came with the same
+    kept      when the engine is built: this rank's share over dp, on the host, of those that all ranks came with alike
     original  when the model is made whole: gathered. An element was written since if its weight no longer is the cast
               of the kept value; it then has its weight's value
 
@@ -32,14 +32,12 @@ class FrozenOriginals:
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, dp: Comm) -> FrozenOriginals:
         """Keep shares of frozen parameters whose values `dtype` does not have, where all ranks came with the same."""
-        wide = {
-            name: p.detach()
-            for name, p in model.named_parameters()
-            if not p.requires_grad and p.is_floating_point() and not p.is_meta and not _holds(dtype, p.dtype)
-        }
-        if wide and not _alike(list(wide.values()), dp):  # rank 0's weights win, and others have not its values
-            wide = {}
-        return cls({name: _share(p, dp) for name, p in wide.items()}, dp)
+        frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+        wide = [
+            name for name, p in frozen.items() if p.is_floating_point() and not p.is_meta and not _holds(dtype, p.dtype)
+        ]
+        kept = _alike(frozen, wide, dp) if wide else []  # of others rank 0's weights win, and ranks lack its values
+        return cls({name: _share(frozen[name], dp) for name in kept}, dp)
 
     @torch.no_grad()
     def original(self, name: str, weights: Tensor) -> Tensor:
@@ -67,16 +65,23 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return torch.promote_types(dtype, other) == dtype
 
 
-def _alike(values: Sequence[Tensor], dp: Comm) -> bool:
-    """Return whether tensors have the same bits on all ranks, by a checksum."""
-    if dp.size == 1 or isinstance(values[0], FakeTensor):
-        return True
-    digest = xxhash.xxh32()
-    for each in values:
-        raw: Any = each.contiguous().view(-1).cpu().view(torch.uint8).numpy()
-        digest.update(raw)
-    found = dp.exchange(torch.tensor([float(digest.intdigest())], dtype=torch.float64))
-    return bool((found == digest.intdigest()).all())
+def _alike(frozen: Mapping[str, Tensor], wide: Sequence[str], dp: Comm) -> Sequence[str]:
+    """Return the names in `wide` of tensors that have the same bits on all ranks, by a checksum of each.
+
+    All ranks send as many numbers, those of other tensors too, whose dtypes may differ over ranks.
+    """
+    if dp.size == 1 or isinstance(frozen[wide[0]], FakeTensor):
+        return wide
+    sums = dict.fromkeys(frozen, -1.0) | {name: _checksum(frozen[name]) for name in wide}
+    own = torch.tensor(list(sums.values()), dtype=torch.float64)
+    same = (dp.exchange(own) == own).all(0).tolist()
+    alike = {name for name, found in zip(sums, same, strict=True) if found}
+    return [name for name in wide if name in alike]
+
+
+def _checksum(values: Tensor) -> float:
+    raw: Any = values.contiguous().view(-1).cpu().view(torch.uint8).numpy()
+    return float(xxhash.xxh32(raw).intdigest())
 
 
 def _share(values: Tensor, dp: Comm) -> Tensor:

@@ -9,6 +9,7 @@ local_sgd.py    LocalSGD and uneven inputs: all steps are ordinary ones
 meeting.py      calls that all ranks make: who makes another is told
 others.py       folders written without zero3d: DeepSpeed's, FSDP's, torch's own
 optimizer.py    prepared optimizers: one whose step is the engine's, and one without a model
+prompts.py      PEFT's prompts, which are computed for a save
 """
 
 from zero3d.ways.huggingface.accelerate.accelerator import Accelerator

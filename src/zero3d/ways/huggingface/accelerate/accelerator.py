@@ -42,6 +42,7 @@ from zero3d.ways.huggingface.accelerate.local_sgd import join_even, leave_alike,
 from zero3d.ways.huggingface.accelerate.meeting import WAITS, Meeting
 from zero3d.ways.huggingface.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
 from zero3d.ways.huggingface.accelerate.others import Order, go_on, reader_of, take_rates
+from zero3d.ways.huggingface.accelerate.prompts import whole_prompts
 from zero3d.ways.huggingface.accelerate.world import alike, check_parts, must_say_cpu, refuse_other_world, shards
 
 FROM_LAUNCHER = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -646,14 +647,16 @@ def _save_pretrained(
     a rank waits for everyone instead, and on all ranks what the writing raises.
     """
     if state_dict is not None or all(map(is_open, engine.units)):
-        type(model).save_pretrained(model, folder, *given, state_dict=state_dict, **options)
+        with nullcontext() if state_dict is None else whole_prompts(engine, model, state_dict):
+            type(model).save_pretrained(model, folder, *given, state_dict=state_dict, **options)
         return
     meeting.expect("save_pretrained")
     weights = engine.whole_state_dict()
 
     def write() -> None:
         if engine.mesh.rank == 0:
-            type(model).save_pretrained(model, folder, *given, state_dict=weights, **options)
+            with whole_prompts(engine, model, weights):
+                type(model).save_pretrained(model, folder, *given, state_dict=weights, **options)
 
     agree(engine.world.patient, write)
 
