@@ -182,7 +182,10 @@ RECIPES = {
         ),
         Recipe(
             "engines-autocast",
-            ("python benchmarks/engines.py --engines zero3d --stages 2,3 --autocast both --memory-steps 0 --json OUT",),
+            (
+                "python benchmarks/engines.py --engines zero3d --stages 3 --autocast both "
+                "--model layers=4,d=256,vocab=2048 --memory-steps 0 --json OUT",
+            ),
         ),
         Recipe("deepspeed", (_DEEPSPEED, f"{_DEEPSPEED} --micro-batch 1")),
         Recipe("pipeline", tuple(f"python benchmarks/pipeline.py --micro-batches {m} --json OUT" for m in (8, 4))),
