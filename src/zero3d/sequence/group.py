@@ -325,7 +325,7 @@ def _refuse_labels(signature: inspect.Signature, inner: nn.Module, args: Any, kw
 
 
 def own_loss(inner: nn.Module, name: str = "labels") -> str:
-    """Say that a model's own loss cannot be split."""
+    """Return why ranks cannot share the targets of a loss that the model computes in its own way."""
     return (
         f"{type(inner).__name__} computes a loss of its own from its {name}, not one of transformers' losses of "
         f"tokens ({', '.join(LOSSES)}), and mesh.sp cannot split {name} for it: pass no {name} and a loss of "

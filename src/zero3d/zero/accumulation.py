@@ -112,7 +112,7 @@ class Accumulation:
         self.weights = list(weights) or [0.0] * micro_batches
 
     def give_in_backward(self, contribution: Contribution) -> None:
-        """Say what the backward under way counts for, in a hook of its loss, which is times the loss scale."""
+        """Set what the backward under way counts for; a hook of its loss, the loss times the loss scale, calls it."""
         self._of_task = torch._C._current_graph_task_id(), contribution
 
     def forward_begins(self) -> None:
