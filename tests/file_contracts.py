@@ -67,6 +67,7 @@ EXCUSED = {
     "checkpoint.to": "object stores: parity/test_store_checkpoints.py",
     "log.to": "trackers: unit/test_trackers.py",
     "log.project": "the same",
+    "log.report": "what is printed: unit/test_report.py",
     "plan.cluster": "plans choose nothing of a run but mesh.shard and what is sent, which are keys of their own",
     "plan.links": "the same",
     "health.min_ranks": "ranks that are lost: parity/test_elastic.py",

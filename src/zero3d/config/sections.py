@@ -31,6 +31,7 @@ from zero3d.stores.cache import LIMIT
 WARN, STOP = ON_ERROR = ("warn", "stop")
 EXPORTS = ("adapter", "merged", "both")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")  # and the packages and extras of these names
+SHORT, FULL = "short", "full"  # reports at the end of a run
 GIVEN, NARROW = "given", "narrow"  # of plan.links: what the file says; among all ways, those that round, too
 
 
@@ -471,6 +472,13 @@ class Log:
         choices=TRACKERS,
     )
     project: str = key("zero3d", "the project that trackers show the run in", bits=None)
+    report: str = key(
+        SHORT,
+        "what a run prints of memory and traffic at its end: short, whether they are those of the formulas; full, its "
+        "tables to the byte, which zero3d report prints in any case",
+        bits=None,
+        choices=(SHORT, FULL),
+    )
 
     @property
     def trackers(self) -> Mapping[str, str]:

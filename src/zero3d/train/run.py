@@ -75,6 +75,7 @@ class Result:
     exports        folders that were written; reloaded_by: the class that has loaded the first of them
     values         of evaluate.function, at the last evaluation
     ended_early    why the run ended before its last step, or None
+    slowest        the last rank that was slower than its peers, in words; None where none was
     """
 
     config: Config
@@ -103,6 +104,7 @@ class Result:
     averaged_loss: float = math.nan
     values: Mapping[str, float] = field(default_factory=dict)
     ended_early: str | None = None
+    slowest: str | None = None
 
     @property
     def exported_loss(self) -> float:
@@ -288,6 +290,7 @@ def _finish(
         expert_load=expert_load,
         values=loop.evaluations.values,
         ended_early=loop.why_over,
+        slowest=loop.ranks.line,
     )
 
 
