@@ -7,7 +7,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   kept.safetensors  tensors of the model's folder that exports carry on, where there are any (models/kept.py)
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
-  loss.png, trace-rank-0.json
+  run.png, trace-rank-0.json
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
   profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster
   tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
@@ -53,7 +53,8 @@ WRITTEN = (
     *NAMES,
     KEPT,
     f".{KEPT}.tmp",
-    "loss.png",
+    "run.png",
+    "loss.png",  # of earlier versions
     "trace-rank-0.json",
     "profile.json",
     REPORT,
@@ -130,8 +131,8 @@ class Folder:
         return self.root / KEPT
 
     @property
-    def curve(self) -> Path:
-        return self.root / "loss.png"
+    def curves(self) -> Path:
+        return self.root / "run.png"
 
     @property
     def report(self) -> Path:
