@@ -13,12 +13,14 @@ import pytest
 from markupsafe import escape
 
 from zero3d.distributed.degrees import Degrees
+from zero3d.spec import palette
 from zero3d.tools.cli.main import main
 from zero3d.tools.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
+from zero3d.tools.page.paint import attributes
 from zero3d.tools.page.plan_page import front, plan_page
 from zero3d.tools.page.plan_text import Answer, around, headline
 from zero3d.tools.page.simulation_page import simulation_page
-from zero3d.tools.page.svg import Scale
+from zero3d.tools.page.svg import NAMESPACE, Scale
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.search import Rejection, Row, SearchResult, Target
@@ -80,6 +82,17 @@ def answer(rows=40, name=MODEL.name):
     return Answer(model, PLACE, target, SearchResult(result, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
 
 
+def in_categories(found):
+    """The same answer, with memory by all categories."""
+
+    def of(row):
+        memory = row.estimate.memory
+        parts = dict.fromkeys(reversed(CATEGORIES), memory.allocated / len(CATEGORIES))
+        return row._replace(estimate=replace(row.estimate, memory=replace(memory, parts=parts)))
+
+    return found._replace(result=found.result._replace(rows=[*map(of, found.result.rows)]))
+
+
 def rank_result(rank, ranks, micro_batches, samples):
     at = Instant("backward", 1, rank, "model.layers.1.mlp")
     rows = [tuple(10**6 * (1 + c) * (1 + (i * 37 + c) % 101) for c in range(len(CATEGORIES))) for i in range(samples)]
@@ -125,6 +138,11 @@ def page(name):
     return MAKERS[name]()
 
 
+def tree(text):
+    """A page or a drawing as elements, without the name space of drawings, which browsers know anyway."""
+    return ElementTree.fromstring(text.replace(f' xmlns="{NAMESPACE}"', ""))
+
+
 class Balanced(HTMLParser):
     """As a browser reads it: what is open at the end; every tag must close the one opened last."""
 
@@ -152,7 +170,7 @@ def test_a_page_is_well_formed_small_and_needs_nothing_from_elsewhere(name):
     reader.feed(text)
     assert reader.open == []
     assert not {"script", "link", "img", "iframe", "object", "form"} & set(reader.seen)
-    assert not re.search(r"https?://|//\w+\.|url\(|@import|\bsrc=|\bhref=|\bnan\b|\binf\b", text)
+    assert not re.search(r"https?://|//\w+\.|url\(|@import|\bsrc=|\bhref=|\bnan\b|\binf\b", text.replace(NAMESPACE, ""))
     assert len(text.encode()) < 1e6
     for needed in ("prefers-color-scheme: dark", 'name="viewport"', 'content="light dark"', "default-src 'none'"):
         assert needed in text or escape(needed) in text
@@ -160,7 +178,7 @@ def test_a_page_is_well_formed_small_and_needs_nothing_from_elsewhere(name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_drawing_has_a_title_and_a_description_and_only_known_classes(name):
-    root = ElementTree.fromstring(page(name))
+    root = tree(page(name))
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
     drawings = list(root.iter("svg"))
@@ -175,8 +193,42 @@ def test_every_drawing_has_a_title_and_a_description_and_only_known_classes(name
     assert all(re.search(rf"\.{re.escape(each)}\b", style) for each in used), used
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_drawing_that_is_taken_out_of_its_page_has_all_its_colours(name):
+    """What is drawn says how, by attributes that its classes stand for; text has a size and a family of its own."""
+    for drawing in tree(page(name)).iter("svg"):
+        assert drawing.get("font-family")
+        shown = [each for each in drawing.iter() if each.tag not in ("svg", "title", "desc")]
+        assert shown[0].get("class") == "paper"
+        for each in shown:
+            painted = attributes(each.get("class"))
+            assert painted.items() <= each.attrib.items()
+            assert re.fullmatch("#[0-9a-f]{6}", next(value for value in painted.values() if value != "none"))
+            assert each.tag != "text" or each.get("font-size")
+            assert not any("var(" in value or "color-mix" in value for value in each.attrib.values())
+
+
+def test_the_style_paints_what_the_attributes_do_by_variables_that_differ_on_a_dark_ground():
+    text = page("forty plans")
+    light, dark = colours(text, False), colours(text, True)
+    for class_, attribute, variable in (("c3", "fill", "c3"), ("grid", "stroke", "line"), ("dim", "fill", "dim")):
+        assert re.search(rf"svg \.{class_} {{[^}}]*\b{attribute}: var\(--{variable}\);", text)
+        assert attributes(class_)[attribute] == light[variable] != dark[variable]
+    assert "@media screen and (prefers-color-scheme: dark)" in text  # so that what is printed is light
+    assert attributes("z0")["stroke"] == "#c6c7c8"  # a quarter of the text's colour on the card's
+
+
+def test_a_category_has_the_palette_s_colour_in_both_pages():
+    for text in (page("forty plans"), simulation_page(simulation(1)), plan_page(in_categories(answer(3)), 10)):
+        listed = {"".join(item.itertext()): item[0].get("class") for item in tree(text).iter("li")}
+        for name in CATEGORIES:
+            if name in listed:
+                assert attributes(listed[name])["fill"] == palette.CATEGORIES[name].light
+    assert {*CATEGORIES} <= {*listed}
+
+
 def test_a_models_name_stays_text():
-    root = ElementTree.fromstring(plan_page(answer(3, EVIL), 10))
+    root = tree(plan_page(answer(3, EVIL), 10))
     said = EVIL.replace("\x00", "?")
     assert next(root.iter("h1")).text == f"How to train {said} on 64 x a100-80"
     assert next(root.iter("title")).text.startswith(said)
@@ -192,12 +244,12 @@ def test_the_page_says_what_was_found():
     assert "&lt;more&gt; stages than blocks" in text
     assert "GPU-hours per billion tokens" in text
     assert "A note." in text
-    ranked = next(ElementTree.fromstring(text).iter("tbody"))
+    ranked = next(tree(text).iter("tbody"))
     assert [row[0].text for row in ranked] == ["1", "2", "3"]
 
 
 def test_a_part_has_its_colour_in_every_chart_and_no_other_has_it():
-    root = ElementTree.fromstring(plan_page(answer(40), 10))
+    root = tree(plan_page(answer(40), 10))
     drawn = {(hint[0].text.partition(":")[0], hint.get("class").split()[0]) for hint in root.iter("rect") if len(hint)}
     listed = {("".join(item.itertext()), item[0].get("class")) for item in root.iter("li")}
     assert drawn <= listed
@@ -218,12 +270,11 @@ def test_of_more_parts_than_the_palette_has_colours_each_has_its_own():
 
     found = answer(3)
     page = plan_page(found._replace(result=found.result._replace(rows=[*map(in_parts, found.result.rows)])), 10)
-    root = ElementTree.fromstring(page)
+    root = tree(page)
     listed = {item[0].get("class") for item in root.iter("li")} - {"z0", "z1", "z2"}
     assert listed == {f"c{i}" for i in range(21)}
-    more = re.findall(r"rect\.(c\d+), .*? (#\w{6});", page)
     for dark in (False, True):
-        own = colours(page, dark) | dict(more)
+        own = colours(page, dark)
         series = [own[f"c{i}"] for i in range(21)]
         assert len(set(series)) == 21
         assert all(contrast(one, after) >= 1.25 for one, after in pairwise(series[11:]))
@@ -241,7 +292,7 @@ def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
 
 
 def test_the_bars_of_plans_have_the_numbers_of_the_table():
-    root = ElementTree.fromstring(plan_page(answer(40), 10))
+    root = tree(plan_page(answer(40), 10))
     ranked = next(root.iter("tbody"))
     numbered = [f"{row[0].text}:  {row[1].text}, stage {row[2].text}" for row in ranked][:8]
     assert numbered[0].startswith("1:  ")
@@ -254,8 +305,8 @@ def test_the_bars_of_plans_have_the_numbers_of_the_table():
 
 def test_more_memory_lies_higher_and_none_at_the_bottom():
     """Two series of 3 and 1, then 6 and 2 GB: the axis ends at 1.12 times 8."""
-    drawn = areas("m", "t", [0, 1], [(3, 1), (6, 2)], [Stretch(0, "forward")], ["forward"], "GB")
-    root = ElementTree.fromstring(drawn)
+    drawn = areas("m", "t", [0, 1], [(3, 1), (6, 2)], [Stretch(0, "forward")], ["forward"], "GB", ["c0", "c1"])
+    root = tree(drawn)
     (peak,) = (each for each in root.iter("line") if each.get("class") == "peak")
     bottom = HEIGHT - BOTTOM
     assert float(peak.get("y2")) == bottom

@@ -7,13 +7,16 @@ first plans | the ladder | what if | what was left out | costs
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 from markupsafe import Markup
 
+from zero3d.spec.palette import CATEGORIES
 from zero3d.spec.text import GIB, binary
 from zero3d.tools.page import frame
 from zero3d.tools.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.tools.page.markup import tag
+from zero3d.tools.page.paint import category_class, colour, series_needed
 from zero3d.tools.page.plan_text import (
     LINKS_HEAD,
     LINKS_TITLE,
@@ -38,7 +41,7 @@ from zero3d.tools.page.plan_text import (
     short,
     way_rows,
 )
-from zero3d.tools.page.svg import colour, shade
+from zero3d.tools.page.svg import shade
 from zero3d.tools.plan.bill import Bill
 from zero3d.tools.plan.ladder import RULE, differs
 from zero3d.tools.plan.search import Row
@@ -69,7 +72,7 @@ def plan_page(answer: Answer, top: int) -> str:
         ),
         frame.pair(_ladder(answer), _what_if(answer)),
         frame.pair(_left_out(answer), _costs(answer)),
-        series=len(classes),
+        series=series_needed(classes.values()),
     )
 
 
@@ -209,8 +212,14 @@ def _step_bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def _classes(memory: Sequence[Bar], step: Sequence[Bar]) -> dict[str, str]:
-    """Return the class of each part's colour: the same in both charts, and no other part's."""
-    return {name: colour(i) for i, name in enumerate(dict.fromkeys([*_series(memory), *_series(step)]))}
+    """Return the class of each part's colour: the same in both charts, and no other part's.
+
+    A category of memory has the one that it has everywhere, and what a step's seconds go into takes those left over.
+    """
+    known = {name: category_class(name) for name in _series(memory) if name in CATEGORIES}
+    free = filter(lambda class_: class_ not in known.values(), map(colour, count()))
+    others = dict.fromkeys(name for name in [*_series(memory), *_series(step)] if name not in known)
+    return known | {name: next(free) for name in others}
 
 
 def _stacked(
