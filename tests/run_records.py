@@ -39,6 +39,18 @@ def resume(found, *steps):
     return found
 
 
+def timed(found):
+    """Have the last record tell what the parts of a step take, and which rank is slow."""
+    found[-1] |= {"slowest_rank": 3, "slowest_over": 0.08, "slowest_data_s": 0.12}
+    for number, part in enumerate(("data", "forward", "backward", "gathers", "reductions", "update", "saves"), 1):
+        found[-1] |= {
+            f"{part}_s": 0.01 * number,
+            f"{part}_s_least": 0.008 * number,
+            f"{part}_s_largest": 0.015 * number,
+        }
+    return found
+
+
 def written(found, folder):
     """Write them as metrics.jsonl."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))

@@ -1,5 +1,6 @@
 """The HTML reports: well-formed, self-contained, escaped, small, and laid out by a browser without cuts or overlaps."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -7,14 +8,19 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 import pytest
 from markupsafe import escape
+from run_records import records, resume, skip, timed, written
 
 from zero3d.distributed.degrees import Degrees
 from zero3d.spec import palette
 from zero3d.tools.cli.main import main
+from zero3d.tools.cli.report_page import report_page
+from zero3d.tools.cli.run_folder import read_run
 from zero3d.tools.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
 from zero3d.tools.page.paint import attributes
 from zero3d.tools.page.plan_page import front, plan_page
@@ -46,6 +52,16 @@ EVIL = '<script>alert("1")</script> & "quotes" \x00'
 MODEL = gpt(32, 4096, 32, 50304, 2048)
 PLACE = cluster("a100-80", 64, 8)
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DEATH = {"version": 1, "kind": "died", "cause": EVIL, "step": 12, "ranks": []}
+RUN = {
+    "version": 1, "ranks": 1024, "stage": 3, "precision": "bf16", "steps": 20_000, "session_steps": 200, "peak_held": 10**9, "ended": None,
+    "memory": [
+        {"consumer": name, "dtype": "bf16", "formula": 10**8, "at_most": False, "measured": 10**8 * (1 + place), "agrees": True, "place": "device"}
+        for place, name in enumerate(("parameters", "gradients", "optimizer states", "padding", "temporary: gathered", "activations"))
+    ],
+    "traffic": [{"op": EVIL.replace("\x00", ""), "formula": {"calls": 1, "elements": 2, "bytes": 4}, "measured": {"calls": 1, "elements": 2, "bytes": 4}, "equal": True}],
+    "engine": {"versions": {"torch": EVIL}},
+}  # fmt: skip
 CATEGORIES = ("parameters", "gradients", "optimizer", "padding", "gathered", "bucket", "buffers", "activations")
 
 
@@ -123,7 +139,18 @@ def simulation(ranks=2, micro_batches=6, samples=300, name="models/llama"):
     )
 
 
+def run_page(found):
+    """The page of a run with these records, which ended before its last step."""
+    with TemporaryDirectory() as folder:
+        for file, content in (("report.json", json.dumps(RUN)), ("watchdog.json", json.dumps(DEATH))):
+            (Path(folder) / file).write_text(content)
+        written(found, Path(folder))
+        return report_page(read_run(folder))
+
+
 MAKERS = {
+    "a run": lambda: run_page(resume(skip(timed(records(200)), 1, 2, 90, 91), 60, 140)),
+    "a run of three steps of an evil model": lambda: run_page(skip(records(3), 1)),
     "one plan": lambda: plan_page(answer(1), 10),
     "forty plans": lambda: plan_page(answer(40), 10),
     "2,000 plans of an evil model": lambda: plan_page(answer(2000, EVIL), 10),
@@ -414,10 +441,17 @@ document.body.textContent = 'MEASURED\\n' + told.join('\\n') + '\\nEND';
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
 def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_schemes(tmp_path):
+    laid_out = (
+        "one plan",
+        "forty plans",
+        "two stages of an evil model",
+        "a run",
+        "a run of three steps of an evil model",
+    )
     screens = [(width, scheme) for width in (390, 1200) for scheme in ("light", "dark")]
     frames = "".join(
         f'<iframe title="{name} {width} {scheme}" width="{width}" height="900" style="color-scheme: {scheme}" srcdoc="{escape(page(name))}"></iframe>'
-        for name in ("one plan", "forty plans", "two stages of an evil model")
+        for name in laid_out
         for width, scheme in screens
     )
     harness = tmp_path / "harness.html"
@@ -432,6 +466,6 @@ def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_
     told = done.stdout.partition("MEASURED\n")[2].partition("\nEND")[0].split("\n")
     backgrounds = [line for line in told if ": background " in line]
     assert [line for line in told if line not in backgrounds] == []
-    assert len(backgrounds) == 3 * len(screens)
+    assert len(backgrounds) == len(laid_out) * len(screens)
     for line in backgrounds:
         assert line.endswith("rgb(14, 17, 22)" if " dark:" in line else "rgb(246, 247, 249)"), line

@@ -46,7 +46,7 @@ INKS: Mapping[str, Colour] = {
     "accent": Colour("#0b5cad", "#6cb6ff"),
     "on": Colour("#ffffff", "#10141a"),
     "bad": Colour("#b3261e", "#ff8a80"),
-    "raw": Colour("#9ab8d8", "#41597a"),
+    "raw": Colour("#9ab8d8", "#5b7aa3"),
     "average": Colour("#1f4e8c", "#7db4f5"),
     "held": Colour("#c4512d", "#ff9d6e"),
     "saved": Colour("#1f7a4d", "#4fc487"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Braille: 4 rows of 2 dots per character
 LEAST, MOST, STRETCHES = 10, 100, 200  # steps of half a window; half windows in a run
 POINTS = 21  # of which a slope is taken
+NOISE = 4.0  # times the scatter of a window, by which two slopes may differ over its length
 HIGHEST, USUAL = 3.0, 0.99  # times what so many of the values span: values above that are cut off
 FEW = 10  # values of which none is cut off
 
@@ -20,9 +22,9 @@ def smooth(values: Sequence[float]) -> list[float]:
     before the first and behind the last finite one there is no average.
 
     Near either end a part of the window is missing, and the middle of the rest is not the step: its average is moved
-    there along its slope. That is the median of the slopes of all pairs (Theil 1950, Sen 1968), or that of a whole
-    window at this end if that is less steep; none where they go apart. The price: a turn in the last few steps is seen
-    late.
+    there along its slope, the median of the slopes of all pairs (Theil 1950, Sen 1968). If that of a whole window at
+    this end is another by no more than noise, it is the less steep of both. The price: a turn in the last few steps is
+    seen late.
     """
     known = [place for place, value in enumerate(values) if math.isfinite(value)]
     if not known:
@@ -36,23 +38,24 @@ def _averages(values: Sequence[float]) -> Iterator[float]:
     half = min(max(LEAST, len(values) // STRETCHES), MOST, (len(values) - 1) // 3)
     whole = 2 * half + 1
     slopes = _slope(values[:whole]), _slope(values[-whole:])
+    inside = sorted(filter(math.isfinite, values[:half]))  # what of the window is finite
     for i in range(len(values)):
+        if i + half < len(values) and math.isfinite(comes := values[i + half]):
+            insort(inside, comes)
+        if i > half and math.isfinite(goes := values[i - half - 1]):
+            del inside[bisect_left(inside, goes)]
+        if not inside:
+            yield math.nan
+            continue
+        third = len(inside) // 3
+        average = fmean(inside[third : len(inside) - third])
         start = max(0, i - half)
         window = values[start : i + half + 1]
-        average = _trimmed_mean(window)
-        if len(window) < whole and math.isfinite(average):
+        if len(window) < whole:
             middle = fmean(start + place for place, value in enumerate(window) if math.isfinite(value))
-            average += _less(_slope(window), slopes[i >= half]) * (i - middle)
-            finite = [*filter(math.isfinite, window)]
-            average = min(max(average, min(finite)), max(finite))
+            average += _slope_at_end(window, slopes[i >= half]) * (i - middle)
+            average = min(max(average, inside[0]), inside[-1])
         yield average
-
-
-def _trimmed_mean(window: Sequence[float]) -> float:
-    """Return the mean of the middle third of the finite ones."""
-    around = sorted(filter(math.isfinite, window))
-    third = len(around) // 3
-    return fmean(around[third : len(around) - third]) if around else math.nan
 
 
 def _slope(window: Sequence[float]) -> float:
@@ -66,9 +69,18 @@ def _slope(window: Sequence[float]) -> float:
     return median(slopes) if slopes else 0.0
 
 
-def _less(one: float, other: float) -> float:
-    """Return the less steep of two slopes; none where one rises and the other falls."""
-    return min(one, other, key=abs) if one * other > 0 else 0.0
+def _slope_at_end(window: Sequence[float], other: float) -> float:
+    """Return a window's slope; where it does not differ from the other by more than noise, the less steep of both.
+
+    Of two that noise alone may have made, one that rises and the other falls, it is none.
+    """
+    slope = _slope(window)
+    known = [value - slope * place for place, value in enumerate(window) if math.isfinite(value)]
+    center = median(known)
+    scatter = median(abs(value - center) for value in known)
+    if abs(slope - other) * len(window) > NOISE * scatter:
+        return slope
+    return min(slope, other, key=abs) if slope * other > 0 else 0.0
 
 
 def limits(values: Sequence[float], averages: Sequence[float] = ()) -> tuple[float, float] | None:

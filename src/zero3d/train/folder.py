@@ -9,6 +9,7 @@ OUTPUT/
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
   run.png, trace-rank-0.json
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
+  report.html     the page of zero3d report OUTPUT --html
   profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster
   tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
@@ -44,7 +45,7 @@ from zero3d.train.lock import LOCK, FolderLock
 from zero3d.watchdog.own_files import write_whole
 
 UNREAD, APPENDED = "metrics-unread.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-REPORT = "report.json"
+REPORT, PAGE = "report.json", "report.html"
 KEPT = "kept.safetensors"
 WRITTEN = (
     "config.yaml",
@@ -58,6 +59,7 @@ WRITTEN = (
     "trace-rank-0.json",
     "profile.json",
     REPORT,
+    PAGE,
     *("tensorboard", "wandb", "swanlab", "mlflow"),
     ".run",
     UNREAD,

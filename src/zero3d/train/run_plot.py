@@ -22,7 +22,7 @@ TALL, LOW = 3.4, 1.35  # of the loss, of the other panels
 AIR = 0.08  # of a panel's range, above and below its values
 SAVED, SKIPPED, RESUMED = "checkpoint saved", "step skipped", "run resumed"
 SMALL = 8.5  # points of a legend's letters
-CROWDED = 60  # held-out losses from which on they have no dots
+CROWDED = 60  # held-out losses and saves from which on they have no dots, and narrow ones
 
 
 class Panel(NamedTuple):
@@ -133,7 +133,7 @@ def _marks(axes: Any, series: Series) -> list[Any]:
     edges = axes.get_xaxis_transform()  # steps across, the panel's height up
     handles = []
     for steps, height, marker, ink, words in (
-        (series.saves, 0.0, "^", "saved", SAVED),
+        (series.saves, 0.0, "^" if len(series.saves) < CROWDED else "|", "saved", SAVED),
         (series.skipped, 1.0, "x", "bad", SKIPPED),
     ):
         if steps:

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+LARGEST = 1e30  # of values that can be drawn
+
 
 @dataclass
 class Series:
@@ -63,4 +65,4 @@ class Series:
 
 def _value(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
-    return float(value) if value is not None and math.isfinite(value) else math.nan
+    return float(value) if value is not None and abs(value) < LARGEST else math.nan

@@ -1,4 +1,4 @@
-r"""The four charts of the reports, from plain numbers. Colours are classes (`paint.py`).
+r"""The charts of the reports, from plain numbers. Colours are classes (`paint.py`).
 
     bars      label          total      scatter  |  .  . .     areas  |   /\_     lanes  0 |FF BB FF BB
               ####==--                           |  o.  .             |  /   \           1 | FF BB FF
@@ -63,6 +63,36 @@ def _bar(row: Bar, series: Mapping[str, str], scale: Scale, y: float, unit: str)
             hint = tag("title", f"{part}: {value:.3g} {unit}")
             yield shape("rect", hint, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{class_} part")
             done += value
+
+
+class Span(NamedTuple):
+    """A bar up to the mean, and what lies between the least and the largest value."""
+
+    label: str
+    class_: str
+    least: float
+    mean: float
+    largest: float
+
+
+def spans(name: str, title: str, rows: Sequence[Span], unit: str) -> Markup:
+    """Draw a bar per row up to its mean, and a whisker from the least to the largest value."""
+    scale = Scale(0, max(row.largest for row in rows) * 1.02 or 1.0, 4, WIDTH - RIGHT)
+    top, bottom = 4.0, 4.0 + ROW * len(rows)
+    body = [*x_axis(scale, top, bottom, unit)]
+    for i, row in enumerate(rows):
+        y, ends = top + ROW * i, (scale(row.least), scale(row.largest))
+        figures = f"{row.mean:.3g} {unit}"
+        if row.largest > row.least:
+            figures += f" ({row.least:.3g} to {row.largest:.3g})"
+        body += [label(4, y + 17, row.label), label(WIDTH - RIGHT, y + 17, figures, "end", "strong")]
+        body.append(shape("rect", x=4, y=y + 23, width=scale(row.mean) - 4, height=BAR, class_=f"{row.class_} part"))
+        if row.largest > row.least:
+            middle = y + 23 + BAR / 2
+            caps = "".join(f"M{x:.1f} {middle - 5:.1f}v10" for x in ends)
+            body.append(shape("path", d=f"M{ends[0]:.1f} {middle:.1f}H{ends[1]:.1f}{caps}", class_="whisker"))
+    description = "; ".join(f"{row.label}: {row.mean:.3g} {unit}" for row in rows)
+    return drawing(name, title, description, bottom + BOTTOM, body)
 
 
 # --- scatter ------------------------------------------------------------------------------------

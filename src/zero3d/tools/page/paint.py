@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from colorsys import hls_to_rgb
+from itertools import count
 from typing import NamedTuple
 
-from zero3d.spec.palette import CATEGORIES, INKS, Colour
+from zero3d.spec.palette import CATEGORIES, INKS, Colour, category
 
 GOLDEN = 0.618  # of the colour wheel, from a hue to the next one: none comes close to another soon
 LIGHTNESS = 0.3, 0.75  # in turns, so that neighbours differ in brightness, and both schemes show both
@@ -61,13 +62,14 @@ PAINT: Mapping[str, Paint] = {
     "raw": {"fill": "none", "stroke": "raw", "stroke-width": "1", "stroke-linejoin": "round"},
     "average": {"fill": "none", "stroke": "average", "stroke-width": "2", "stroke-linejoin": "round"},
     "held": {"fill": "none", "stroke": "held", "stroke-width": "1.5", "stroke-linejoin": "round"},
-    "dot": {"fill": "held"},
+    **{f"{curve}-dot": {"fill": curve} for curve in ("raw", "average", "held")},
     "saved": {"fill": "saved"},
     "skipped": {"fill": "none", "stroke": "bad", "stroke-width": "1.6"},
     "resumed": {"fill": "none", "stroke": "dim", "stroke-width": "1.2", "stroke-dasharray": "4 3"},
     **_ordered("z", 25, 45, 65, 90, attribute="stroke"),
     **_ordered("p", 16, 40, 66, 95),
 }
+MARKS = {"saved": "checkpoint saved", "skipped": "step skipped", "resumed": "run resumed"}  # what happened at a step
 SERIES = len(CATEGORIES)  # that have a colour in the palette
 
 
@@ -89,6 +91,17 @@ def series_needed(classes: Iterable[str]) -> int:
 def attributes(classes: str) -> dict[str, str]:
     """Return what the classes of an element paint it with, on a light ground. Raises KeyError for an unknown class."""
     return {name: _light(value) for class_ in classes.split() for name, value in _paint(class_).items()}
+
+
+def classes_of(categories: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+    """Return the class of each name's colour, none of which two have.
+
+    A category of memory has the one that it has everywhere; all other names have those that are left over.
+    """
+    names = [*categories]
+    known = {name: category_class(found) for name in names if (found := category(name)) is not None}
+    free = filter(lambda class_: class_ not in known.values(), map(colour, count()))
+    return known | {name: next(free) for name in dict.fromkeys([*names, *others]) if name not in known}
 
 
 def style(series: int = SERIES) -> str:

@@ -7,16 +7,14 @@ first plans | the ladder | what if | what was left out | costs
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
 
 from markupsafe import Markup
 
-from zero3d.spec.palette import CATEGORIES
 from zero3d.spec.text import GIB, binary
 from zero3d.tools.page import frame
 from zero3d.tools.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.tools.page.markup import tag
-from zero3d.tools.page.paint import category_class, colour, series_needed
+from zero3d.tools.page.paint import classes_of, series_needed
 from zero3d.tools.page.plan_text import (
     LINKS_HEAD,
     LINKS_TITLE,
@@ -56,7 +54,7 @@ def plan_page(answer: Answer, top: int) -> str:
     """Write the page, with `top` plans in its table."""
     shown = distinct(answer.result.rows)[:top]
     memory, step = _memory_bars(shown[:BARS]), _step_bars(shown[:BARS])
-    classes, limit = _classes(memory, step), answer.target.limit / GIB
+    classes, limit = classes_of(_series(memory), _series(step)), answer.target.limit / GIB
     return frame.page(
         f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
         tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
@@ -209,17 +207,6 @@ def _step_bars(rows: Sequence[Row]) -> list[Bar]:
         Bar(_name(i, row), row.estimate.seconds.parts, f"{_digits(row.estimate.seconds.mid)} s")
         for i, row in _numbered(rows)
     ]
-
-
-def _classes(memory: Sequence[Bar], step: Sequence[Bar]) -> dict[str, str]:
-    """Return the class of each part's colour: the same in both charts, and no other part's.
-
-    A category of memory has the one that it has everywhere, and what a step's seconds go into takes those left over.
-    """
-    known = {name: category_class(name) for name in _series(memory) if name in CATEGORIES}
-    free = filter(lambda class_: class_ not in known.values(), map(colour, count()))
-    others = dict.fromkeys(name for name in [*_series(memory), *_series(step)] if name not in known)
-    return known | {name: next(free) for name in others}
 
 
 def _stacked(

@@ -102,12 +102,14 @@ def shorten(words: str, width: float) -> str:
     return words if len(words) <= letters else words[: letters - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def x_axis(scale: Scale, top: float, bottom: float, title: str) -> Iterator[Markup]:
-    """Draw grid lines with their values below, and a title below those."""
+def x_axis(scale: Scale, top: float, bottom: float, title: str, whole: bool = False) -> Iterator[Markup]:
+    """Draw grid lines with their values below, and a title below those. whole: at whole numbers alone."""
     for tick in scale.ticks():
+        if whole and tick % 1:
+            continue
         x = scale(tick)
         yield line(x, top, x, bottom, "grid")
-        yield label(x, bottom + 16, f"{tick:,g}", "middle", "dim")
+        yield label(x, bottom + 16, in_figures(tick), "middle", "dim")
     yield label((scale.start + scale.end) / 2, bottom + 35, title, "middle", "dim")
 
 
@@ -116,8 +118,13 @@ def y_axis(scale: Scale, left: float, right: float, title: str) -> Iterator[Mark
     for tick in scale.ticks():
         y = scale(tick)
         yield line(left, y, right, y, "grid")
-        yield label(left - 6, y + 4.5, f"{tick:,g}", "end", "dim")
+        yield label(left - 6, y + 4.5, in_figures(tick), "end", "dim")
     yield label(4, scale.end - 12, title, "start", "dim")
+
+
+def in_figures(value: float) -> str:
+    """Write a value beside an axis: millions in full, what is beyond with an exponent."""
+    return f"{value:,.9g}" if 1e6 <= abs(value) < 1e9 else f"{value:,.6g}"
 
 
 def shade(i: int) -> str:
