@@ -87,6 +87,7 @@ VERBS = {
         {
             "zero3d report zero3d-demo": "the demo, of zero3d train",
             "zero3d report runs/llama": "a run: finished, dead or under way",
+            "zero3d report runs/llama --html": "the same as a page, runs/llama/report.html",
             "zero3d report runs/llama --json": "the same as data",
         },
     ),
