@@ -19,6 +19,7 @@ offload            states off the device: the choice for auto, its part in a res
 stop               a signal becomes a request to stop
 metrics            records of steps to metrics.jsonl and to trackers
 trackers           TensorBoard, Weights & Biases, SwanLab, MLflow, Trackio, which a run goes on without
+endpoints          Prometheus and OpenTelemetry: the last values of a run, for monitoring
 progress           a live bar, or lines; how long the rest takes
 profiler           a profiler's trace of a few steps
 flops              operations of a step, and how many a device could do
