@@ -14,6 +14,7 @@ evaluations        results of an evaluation: the held-out loss, of each source o
 own_values         values of a user's own function at each evaluation
 callbacks          a user's own classes, told what happens
 own_calls          calls of a user's own code
+event_commands     a user's own commands, started when something happens
 resume_hints       why a run cannot go on as it is, and the command to type
 offload            states off the device: the choice for auto, its part in a resumed run, files on a disk
 stop               a signal becomes a request to stop

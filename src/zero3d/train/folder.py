@@ -11,6 +11,7 @@ OUTPUT/
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
   profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster
   tensorboard/, wandb/, swanlab/, mlflow/, metrics.prom   what trackers keep there (trackers.py)
+  events.log      what the user's own commands print (event_commands.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
   lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (tools/cli/elastic.py)
@@ -58,6 +59,7 @@ WRITTEN = (
     "profile.json",
     REPORT,
     *("tensorboard", "wandb", "swanlab", "mlflow", "metrics.prom"),
+    "events.log",
     ".run",
     UNREAD,
     "watchdog.txt",
