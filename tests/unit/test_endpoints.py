@@ -92,6 +92,16 @@ def test_what_a_record_has_not_keeps_its_value_but_a_loss_that_is_not_finite_is_
     assert before[Metric("zero3d_loss")] == 2.0, "which another thread may be reading"
 
 
+def test_a_slow_rank_is_there_until_times_are_told_without_one():
+    latest, seen = Latest("run"), []
+    slow = {"forward_s": 1.0, "slowest_rank": 3, "slowest_host_s": 0.5, "usual_loss": 2.0}
+    for step, scalars in enumerate([slow, {}, {"forward_s": 1.0}], 1):
+        latest.take(step, scalars)
+        seen.append({metric.name for metric in latest.values if "slowest" in metric.name or "usual" in metric.name})
+    told = {"zero3d_slowest_rank", "zero3d_slowest_host_seconds"}
+    assert seen == [told | {"zero3d_usual_loss"}, told, set()]
+
+
 # --- Prometheus -------------------------------------------------------------------------------------
 
 
@@ -234,7 +244,7 @@ def test_a_collector_gets_the_same_values_by_the_same_names(folder, otel, monkey
         found, whose = collector.last
         assert not NAN & found.keys(), "a gap, since its SDK takes no NaN"
         check(found | dict.fromkeys(NAN, float("nan")))
-        assert (whose["service.name"], whose["zero3d.run"]) == ("mine", "llama")
+        assert (whose["service.name"], whose["run"]) == ("mine", "llama")
         assert drawn == random.Random(3).random(), "which the exporter's thread would change"
         monkeypatch.setenv("OTEL_SERVICE_NAME", "theirs")
         logged(folder, "log.to=otel")

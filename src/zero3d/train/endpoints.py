@@ -39,6 +39,8 @@ EVERY, CLOSING = 1.0, 5.0
 IDLE = 30.0  # seconds after which a scraper that asks nothing is cut off
 IN_EACH = ("loss", "grad_norm")  # a record without one has a value there that is not finite
 SESSION = "zero3d_session"
+SLOWEST, TIMES = "zero3d_slowest_", "forward_s"  # told where times of parts are told, while there is a slow rank
+USUAL = "zero3d_usual_loss"  # beside a loss far above it, in that record alone
 LAST, RUNNING = "zero3d_last_record_timestamp_seconds", "zero3d_running"
 UNITS = {"_seconds": "s", "_bytes": "By"}  # as OpenTelemetry spells them
 
@@ -85,7 +87,8 @@ class Latest:
 
     def take(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take a record. What it has not keeps its value, such as the held-out loss between evaluations."""
-        values = dict(self.values)
+        gone = (USUAL, SLOWEST) if TIMES in scalars else (USUAL,)
+        values = {metric: value for metric, value in self.values.items() if not metric.name.startswith(gone)}
         values |= {self._metric(field): math.nan for field in IN_EACH}
         values |= {self._metric(field): value for field, value in scalars.items()}
         tokens = round(scalars.get("tokens_per_s", 0.0) * scalars.get("seconds", 0.0))
@@ -231,7 +234,7 @@ class OpenTelemetry:
         self._latest = Latest(run)
         self._say, self._patience = say, patience
         self._log = Heard()
-        own = Resource.create({"service.name": project, "zero3d.run": run})
+        own = Resource.create({"service.name": project, "run": run})
         reader = PeriodicExportingMetricReader(OTLPMetricExporter())
         draw_apart()
         self._provider = MeterProvider(
