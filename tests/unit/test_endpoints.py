@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from zero3d.config import load
-from zero3d.train.endpoints import CLOSING, Latest, Metric, OpenTelemetry, Prometheus, metric_of
+from zero3d.train.endpoints import CLOSING, Latest, OpenTelemetry, Prometheus, metric_of
 from zero3d.train.folder import Folder
 from zero3d.train.metrics import Metrics
 
@@ -82,14 +82,18 @@ def test_a_field_has_a_name_that_prometheus_takes_with_its_unit_last(field, name
     assert (metric.name, metric.unit, metric.part, metric.counts) == (name, unit, part, False)
 
 
+def values(latest):
+    return {metric.name: value for family in latest.families().values() for metric, value in family}
+
+
 def test_what_a_record_has_not_keeps_its_value_but_a_loss_that_is_not_finite_is_nan():
     latest = Latest("run")
     latest.take(1, {"loss": 2.0, "validation_loss": 3.0})
-    before = latest.values
+    before = latest.fields
     latest.take(2, {})
-    assert latest.values[Metric("zero3d_validation_loss")] == 3.0
-    assert latest.values[Metric("zero3d_loss")] != latest.values[Metric("zero3d_loss")]
-    assert before[Metric("zero3d_loss")] == 2.0, "which another thread may be reading"
+    assert values(latest)["zero3d_validation_loss"] == 3.0
+    assert values(latest)["zero3d_loss"] != values(latest)["zero3d_loss"]
+    assert before["loss"] == 2.0, "which another thread may be reading"
 
 
 def test_a_slow_rank_is_there_until_times_are_told_without_one():
@@ -97,7 +101,7 @@ def test_a_slow_rank_is_there_until_times_are_told_without_one():
     slow = {"forward_s": 1.0, "slowest_rank": 3, "slowest_host_s": 0.5, "usual_loss": 2.0}
     for step, scalars in enumerate([slow, {}, {"forward_s": 1.0}], 1):
         latest.take(step, scalars)
-        seen.append({metric.name for metric in latest.values if "slowest" in metric.name or "usual" in metric.name})
+        seen.append({name for name in values(latest) if "slowest" in name or "usual" in name})
     told = {"zero3d_slowest_rank", "zero3d_slowest_host_seconds"}
     assert seen == [told | {"zero3d_usual_loss"}, told, set()]
 
@@ -239,17 +243,26 @@ def otel(monkeypatch):
 def test_a_collector_gets_the_same_values_by_the_same_names(folder, otel, monkeypatch):
     with Collector() as collector:
         otel(collector)
-        random.seed(3)
         logged(folder, "log.to=otel", "log.project=mine")
-        drawn = random.random()
         found, whose = collector.last
         assert not NAN & found.keys(), "a gap, since its SDK takes no NaN"
         check(found | dict.fromkeys(NAN, float("nan")))
         assert (whose["service.name"], whose["run"]) == ("mine", "llama")
-        assert drawn == random.Random(3).random(), "which the exporter's thread would change"
         monkeypatch.setenv("OTEL_SERVICE_NAME", "theirs")
         logged(folder, "log.to=otel")
         assert collector.last[1]["service.name"] == "theirs"
+
+
+def test_exports_while_a_run_trains_draw_nothing_from_its_randomness(otel, monkeypatch):
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1")
+    with Collector() as collector:
+        otel(collector)
+        random.seed(3)
+        tracker = OpenTelemetry("llama", "mine", pytest.fail)
+        tracker.log(1, {"loss": 1.0})
+        assert collector.asked.wait(60)
+        assert random.random() == random.Random(3).random()
+        tracker.close()
 
 
 def test_a_collector_that_refuses_is_one_line_and_nothing_is_logged_beside_it(folder, otel, capfd):

@@ -1,6 +1,7 @@
 """Commands of log.on: what they are told, where they run, and that what becomes of them changes nothing."""
 
 import os
+import select
 import subprocess
 import threading
 
@@ -12,7 +13,7 @@ from zero3d.config import load, to_yaml
 from zero3d.config.describe import schema
 from zero3d.errors import ConfigError
 from zero3d.train import event_commands
-from zero3d.train.event_commands import MOST, EventCommands, facts_of
+from zero3d.train.event_commands import GONE, MOST, EventCommands, facts_of
 from zero3d.train.folder import Folder
 
 
@@ -109,6 +110,47 @@ def test_a_command_that_cannot_be_started_is_one_line(output, monkeypatch, fault
     (line,) = said
     assert line.startswith("warning: the command of log.on.end is not started, and the run goes on: [Errno ")
     assert not (output / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("ends", ["killed", "told"])
+def test_a_rank_that_is_killed_has_an_end_too_and_one_that_has_told_of_it_no_other(heard, output, ends):
+    (output / "metrics.jsonl").write_text(
+        '{"step": 6, "loss": 3.0}\n{"step": 7, "validation_loss": 9.0, "loss": 2.5, "grad_norm": null}\n'
+    )
+    facts = ("EVENT", "HOW", "STEP", "LOSS", "GRAD_NORM", "RUN", "WHY")
+    events = EventCommands(heard.on("end", facts=facts), output, say=pytest.fail)
+    if (child := os.fork()) == 0:
+        try:
+            events.begin("failed")
+            if ends == "told":
+                events.fire("end", facts_of(8, {"loss": 2.0}) | {"how": "finished", "why": ""})
+        finally:
+            psutil.Process().kill()
+    os.waitpid(child, 0)
+    wanted = f"end failed 7 2.5 null llama {GONE}" if ends == "killed" else "end finished 8 2.0 nan llama "
+    assert heard.lines(1) == [wanted]
+    (header,) = (output / "events.log").read_text().splitlines()
+    assert f" end at step {7 if ends == 'killed' else 8}: echo " in header
+
+
+def test_what_outlives_a_rank_is_gone_when_that_has_told(heard, output, monkeypatch):
+    made, pipe = [], os.pipe
+
+    def kept():
+        made.append(pipe())
+        return made[-1]
+
+    monkeypatch.setattr(os, "pipe", kept)
+    events = EventCommands(heard.on("end"), output, say=pytest.fail)
+    events.begin("failed")
+    mine = os.dup(made[0][1])  # so that the pipe has no end, and a word alone ends who reads it
+    events.fire("end", {"how": "finished", "step": 3})
+    assert heard.lines(1) == ["end finished 3"]
+    reader = select.poll()
+    reader.register(mine, select.POLLERR)
+    assert reader.poll(60_000), "nobody reads the pipe any more"
+    os.close(mine)
+    assert heard.silent
 
 
 # --- the key ----------------------------------------------------------------------------------------

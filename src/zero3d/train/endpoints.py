@@ -29,19 +29,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
 Say = Callable[[str], Any]  # prints one line
-EVERY, CLOSING = 1.0, 5.0
+PREFIX = "zero3d_"
+EVERY, CLOSING = 5.0, 5.0
 IDLE = 30.0  # seconds after which a scraper that asks nothing is cut off
-IN_EACH = ("loss", "grad_norm")  # a record without one has a value there that is not finite
-SESSION = "zero3d_session"
-SLOWEST, TIMES = "zero3d_slowest_", "forward_s"  # told where times of parts are told, while there is a slow rank
-USUAL = "zero3d_usual_loss"  # beside a loss far above it, in that record alone
-LAST, RUNNING = "zero3d_last_record_timestamp_seconds", "zero3d_running"
+USUAL = "usual_loss"  # beside a loss far above it, in that record alone
+NONE = dict.fromkeys(
+    ("loss", "grad_norm", USUAL), math.nan
+)  # of a record without one; the first two are not finite then
+SLOWEST, TIMES = "slowest_", "forward_s"  # told where times of parts are told, while there is a slow rank
+SESSION, LAST, RUNNING = "session_", "last_record_timestamp_seconds", "running"
 UNITS = {"_seconds": "s", "_bytes": "By"}  # as OpenTelemetry spells them
 
 
@@ -65,57 +67,55 @@ class Metric(NamedTuple):
         return {"run": run} | ({"part": self.part} if self.part else {})
 
 
+@cache
 def metric_of(field: str) -> Metric:
     """Return the metric of a field of a record."""
     stem, _, part = field.partition("/")
     stem = re.sub(r"_per_s(?=_|$)", "_per_second", "step_seconds" if stem == "seconds" else stem)
     stem = re.sub(r"_s(_least|_largest)?$", r"\1_seconds", stem)
-    return Metric(f"zero3d_{re.sub('[^a-zA-Z0-9_]', '_', stem)}", part)
+    return Metric(f"{PREFIX}{re.sub('[^a-zA-Z0-9_]', '_', stem)}", part)
 
 
 class Latest:
     """Keeps the last value of every field, and counts what a session does. Other threads read it at any time.
 
     run     name of the output folder
-    values  a new mapping with each record, which nobody changes
+    fields  a new mapping with each record, which nobody changes: names of metrics are made where it is read
     """
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self.values: Mapping[Metric, float] = {}
-        self._metrics: dict[str, Metric] = {}  # of fields that have come
+        self.fields: Mapping[str, float] = {}
 
     def take(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take a record. What it has not keeps its value, such as the held-out loss between evaluations."""
-        gone = (USUAL, SLOWEST) if TIMES in scalars else (USUAL,)
-        values = {metric: value for metric, value in self.values.items() if not metric.name.startswith(gone)}
-        values |= {self._metric(field): math.nan for field in IN_EACH}
-        values |= {self._metric(field): value for field, value in scalars.items()}
+        before = self.fields
+        if TIMES in scalars:
+            before = {name: value for name, value in before.items() if not name.startswith(SLOWEST)}
         tokens = round(scalars.get("tokens_per_s", 0.0) * scalars.get("seconds", 0.0))
-        for what, many in (("steps", 1), ("tokens", tokens), ("skipped_steps", not scalars.get("applied", 1))):
-            counter = Metric(f"{SESSION}_{what}_total")
-            values[counter] = values.get(counter, 0) + many
-        self.values = values | {metric_of("step"): step, Metric(RUNNING): 1, Metric(LAST): time.time()}
+        counted = {"steps": 1, "tokens": tokens, "skipped_steps": not scalars.get("applied", 1)}
+        totals = {f"{SESSION}{name}_total": many for name, many in counted.items()}
+        counts = {name: before.get(name, 0) + many for name, many in totals.items()}
+        own = {"step": step, RUNNING: 1, LAST: time.time(), **counts}
+        self.fields = {**before, **NONE, **scalars, **own}
 
     def end(self) -> None:
         """Say that no more records come."""
-        self.values = {**self.values, Metric(RUNNING): 0}
+        self.fields = {**self.fields, RUNNING: 0}
 
-    def families(self) -> Iterator[tuple[str, list[tuple[Metric, float]]]]:
-        """Yield each metric's name and its values, of a moment."""
-        found: dict[str, list[tuple[Metric, float]]] = {}
-        for metric, value in self.values.items():
-            found.setdefault(metric.name, []).append((metric, float(value)))
-        yield from found.items()
-
-    def _metric(self, field: str) -> Metric:
-        if field not in self._metrics:
-            self._metrics[field] = metric_of(field)
-        return self._metrics[field]
+    def families(self) -> dict[str, list[tuple[Metric, float]]]:
+        """Return the values of a moment, by their metrics' names."""
+        found: dict[str, dict[Metric, float]] = {}
+        for field, value in self.fields.items():
+            metric = metric_of(field)
+            if field != USUAL or math.isfinite(value):
+                found.setdefault(metric.name, {})[metric] = float(value)
+        return {name: list(values.items()) for name, values in found.items()}
 
 
 def meaning(name: str) -> str:
     """Return the line of help of a metric."""
+    name = name.removeprefix(PREFIX)
     if name.startswith(SESSION):
         return "since this session began"
     return {LAST: "when the last step was recorded", RUNNING: "1 while it trains, 0 after the last step"}.get(
@@ -176,7 +176,7 @@ class Prometheus:
         """Yield the metrics of a scrape, as a collector of prometheus_client does."""
         from prometheus_client.core import Metric as Family
 
-        for name, values in self._latest.families():
+        for name, values in self._latest.families().items():
             counts = values[0][0].counts
             family = Family(name.removesuffix("_total"), meaning(name), "counter" if counts else "gauge")
             for metric, value in values:
@@ -241,14 +241,16 @@ class OpenTelemetry:
             [reader], resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
         self._meter = self._provider.get_meter("zero3d")
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # fields
+        self._made: set[str] = set()  # names of instruments
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take a record."""
         self._latest.take(step, scalars)
-        for metric in self._latest.values:
-            if metric.name not in self._known:
-                self._known.add(metric.name)
+        for field in self._latest.fields.keys() - self._known:
+            self._known.add(field)
+            if (metric := metric_of(field)).name not in self._made:
+                self._made.add(metric.name)
                 make = self._meter.create_observable_counter if metric.counts else self._meter.create_observable_gauge
                 make(metric.name, [partial(self._observed, metric.name)], metric.unit, meaning(metric.name))
         self._tell()
@@ -274,8 +276,8 @@ class OpenTelemetry:
     def _observed(self, name: str, options: Any) -> Iterable[Any]:
         from opentelemetry.metrics import Observation
 
-        for metric, value in self._latest.values.items():
-            if metric.name == name and math.isfinite(value):  # the SDK takes no other
+        for metric, value in self._latest.families().get(name, ()):
+            if math.isfinite(value):  # the SDK takes no other
                 yield Observation(value, metric.labels(self._latest.run))
 
 

@@ -64,6 +64,7 @@ class SessionReport:
         """Write the file now, with every checkpoint that is saved inside, and behind it how the session ended."""
         self._loop.after_save = self._save
         self.write()
+        self._loop.events.begin(FAILED)
         try:
             yield
         except BaseException as error:
