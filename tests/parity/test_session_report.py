@@ -1,26 +1,35 @@
-"""report.json of a run that ends before its last step, and of one that goes on from there."""
+"""report.json of a run that ends before its last step, and of one that goes on; the command of log.on.end is told alike."""
 
 import json
 from pathlib import Path
 
 import pytest
+from heard import Heard
 from training import save_model, save_rows, train, tree
 
 from zero3d.train.loop import Loop
 
 
 @pytest.fixture
-def made(tmp_path):
+def heard(tmp_path):
+    made = Heard(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def made(tmp_path, heard):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
-    return tree(tmp_path, checkpoint={"every": 2, "export": False})
+    log = {"on": heard.on("end", facts=("HOW", "STEP", "WHY"))}
+    return tree(tmp_path, checkpoint={"every": 2, "export": False}, log=log)
 
 
 def report_of(made):
     return json.loads((Path(made["output"]) / "report.json").read_text())
 
 
-def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, monkeypatch):
+def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, heard, monkeypatch):
     step, seen = Loop.step, []
 
     def dying(loop, request):
@@ -42,15 +51,18 @@ def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, 
     assert {name: left[name] for name in left if name != "ended"} == {
         name: saved[name] for name in saved if name != "ended"
     }
+    assert heard.lines(1) == ["failed 3 RuntimeError: gone"]
 
 
-def test_a_run_that_is_stopped_says_where_and_one_that_goes_on_is_a_session_of_its_own(made):
+def test_a_run_that_is_stopped_says_where_and_one_that_goes_on_is_a_session_of_its_own(made, heard):
     said = train(made, stop_in=3)
     left = report_of(made)
     assert (left["step"], left["ended"]["how"], left["ended"]["why"]) == (3, "stopped", said)
+    assert heard.lines(1) == [f"stopped 3 {said}"]
     train(made, resume="auto")
     left = report_of(made)
     assert (left["step"], left["session_steps"], left["ended"]["how"]) == (5, 2, "finished")
+    assert heard.lines(1) == ["finished 5 "]
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from heard import Heard
 from training import field, metrics, save_rows, train, tree
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,19 +61,29 @@ def run(zero3d_in_fork, folder):
     return run
 
 
+@pytest.fixture
+def heard(tmp_path):
+    made = Heard(tmp_path)
+    yield made
+    made.close()
+
+
 def block_of(made):
     return json.loads((Path(made["output"]) / "watchdog.json").read_text())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["stop", "loop"])
-def test_after_a_stall_all_ranks_start_again_from_the_newest_checkpoint_with_the_same_bits(ranks, folder, run, fault):
+def test_after_a_stall_all_ranks_start_again_from_the_newest_checkpoint_with_the_same_bits(
+    ranks, folder, run, heard, fault
+):
     whole = ranks(2, train, tree(folder, "whole"), timeout=300.0)[0]
     made, done = run(
         f"{fault} 1 1 7", "--max-restarts", "1", health={"timeout": 6.0},
-        checkpoint={"every": 1, "export": False},
+        checkpoint={"every": 1, "export": False}, log={"on": heard.on("end")},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert heard.lines(2) == ["end failed 3", "end finished 5"]
     said = "Rank 1 is stopped (SIGSTOP" if fault == "stop" else "Rank 1 is stuck or slow in the forward of unit "
     block = done.stderr.index(f"\n{said}")
     restart = f"\nrestart 1 of 1: 2 ranks, dp 2, from {made['output']}/checkpoints/step-3\n"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from heard import Heard
 from models import hf
 from training import contents, metrics, save_model, save_rows, train, tree
 
@@ -23,6 +24,13 @@ def folder(tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     return tmp_path
+
+
+@pytest.fixture
+def heard(tmp_path):
+    made = Heard(tmp_path)
+    yield made
+    made.close()
 
 
 def spoil(folder):
@@ -58,17 +66,22 @@ def test_a_run_whose_every_step_is_not_finite_fails_and_exports_nothing(folder):
     assert not (folder / "out" / "hf").exists()
 
 
-@pytest.mark.parametrize(("health", "run", "message"), [
-    ({"max_skips": 3}, 4, "3 steps in a row had gradients that are NaN or infinite (health.max_skips=3), up to step 4."),
-    ({"nonfinite": "stop"}, 2, "step 2 had gradients that are NaN or infinite (health.nonfinite=stop)."),
+@pytest.mark.parametrize(("health", "run", "told", "message"), [
+    ({"max_skips": 3}, 4, ["nonfinite skipped 2"], "3 steps in a row had gradients that are NaN or infinite (health.max_skips=3), up to step 4."),
+    ({"nonfinite": "stop"}, 2, [], "step 2 had gradients that are NaN or infinite (health.nonfinite=stop)."),
 ], ids=["skip", "stop"])  # fmt: skip
-def test_a_run_that_diverges_ends_after_so_many_steps_and_leaves_a_state_to_go_on_from(folder, health, run, message):
-    made = tree(folder, optimizer={"lr": 1e30}, schedule={"warmup": 0}, health=health)
+def test_a_run_that_diverges_ends_after_so_many_steps_and_leaves_a_state_to_go_on_from(
+    folder, heard, health, run, told, message
+):
+    log = {"on": heard.on("nonfinite", "end")}
+    made = tree(folder, optimizer={"lr": 1e30}, schedule={"warmup": 0}, health=health, log=log)
     printed = given_up(made)
     assert printed.startswith(f"{message} First in the last one: unit ")
     assert "--resume auto" in printed
     assert [line["applied"] for line in metrics(made)] == [True] + [False] * (run - 1)
     assert steps_saved(made) == ["step-1"]
+    assert heard.lines(2 + len(told)) == [f"end failed {run}", f"nonfinite gives up {run}", *told]
+    assert heard.silent
 
 
 @pytest.mark.long
@@ -86,12 +99,13 @@ def test_the_last_good_checkpoint_stays_as_it_is_and_the_run_goes_on_from_it(fol
 
 
 @pytest.mark.long
-def test_fp16_finds_its_loss_scale_and_ends_only_where_there_is_none(folder):
+def test_fp16_finds_its_loss_scale_and_ends_only_where_there_is_none(folder, heard):
     falls = {"precision": "fp16", "loss_scale": {"initial": 2.0**18, "hysteresis": 1}}
-    made = tree(folder, health={"nonfinite": "stop"}, train={"steps": 9}, **falls)
+    made = tree(folder, health={"nonfinite": "stop"}, train={"steps": 9}, log={"on": heard.on("nonfinite")}, **falls)
     applied = [record["applied"] for record in train(made)]
     assert applied[0] is False
     assert applied[-1] is True
+    assert not (folder / "out" / "events.log").exists(), "overflows that the loss scale is found by are no news"
     made = tree(folder, output="low", health={"max_skips": 9}, precision="fp16",
                 loss_scale={"initial": 2.0**40, "minimum": 2.0**39, "hysteresis": 1})  # fmt: skip
     printed = given_up(made)

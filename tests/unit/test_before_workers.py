@@ -154,6 +154,9 @@ MISSING = {
     "flash_attn": (["model.attn=flash_attention_2"], "model.attn=flash_attention_2 needs the package flash_attn, which is not installed: install flash-attn for this GPU, or set model.attn=sdpa."),
     "wandb": (["log.to=wandb"], "log.to=wandb needs wandb: pip install 'zero3d[wandb]'."),
     "mlflow": (["log.to=mlflow"], "log.to=mlflow needs mlflow: pip install 'zero3d[mlflow]'."),
+    "prometheus_client": (["log.to=prometheus"], "log.to=prometheus needs prometheus-client: pip install 'zero3d[prometheus]'."),
+    "opentelemetry.sdk.metrics": (["log.to=otel"], "log.to=otel needs opentelemetry-sdk: pip install 'zero3d[otel]'."),
+    "opentelemetry.exporter.otlp.proto.http": (["log.to=otel"], "log.to=otel needs opentelemetry-exporter-otlp-proto-http: pip install 'zero3d[otel]'."),
     "alembic": (["log.to=mlflow"], "log.to=mlflow without MLFLOW_TRACKING_URI needs alembic: pip install 'zero3d[mlflow]'."),
     "transformers": (["seed=1"], "zero3d train needs transformers for its model: pip install 'zero3d[hf]'"),
 }  # fmt: skip
@@ -274,6 +277,7 @@ def test_a_folder_of_wandbs_in_the_current_one_is_no_package(folder, monkeypatch
     assert find_spec("wandb_runs") is not None
     assert not is_installed("wandb_runs")
     assert is_installed("pytest")
+    assert not is_installed("wandb_runs_of_nobody.inner")
 
 
 @pytest.mark.parametrize(

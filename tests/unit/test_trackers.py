@@ -1,4 +1,7 @@
-"""Trackers, by stand-ins of their packages: what each is told of a run and its steps, and that none of them ends it."""
+"""Trackers, by stand-ins of their packages: what each is told of a run and its steps, and that none of them ends it.
+
+Those that are asked, or send to a collector, are in test_endpoints.py, with their own packages.
+"""
 
 import os
 import random
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from zero3d.config import load
-from zero3d.config.sections import TRACKERS
+from zero3d.config.sections import ENDPOINTS, TRACKERS
 from zero3d.errors import ConfigError
 from zero3d.train import trackers
 from zero3d.train.folder import Folder
@@ -20,6 +23,7 @@ RECORDS = [
     {"step": 1, "loss": 2.5, "applied": True, "grad_norm": None},
     {"step": 2, "loss": 2.25, "applied": False, "validation_loss/web=a": 2.0},
 ]
+LOGGED = [name for name in TRACKERS if name not in ENDPOINTS]
 GIVEN = [(1, {"loss": 2.5, "applied": 1}), (2, {"loss": 2.25, "applied": 0, "validation_loss/web=a": 2.0})]
 
 
@@ -165,7 +169,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", LOGGED)
 def test_each_tracker_gets_the_same_values_the_configuration_and_the_names(packages, folder, name):
     logged(folder, configured(f"log.to={name}", "log.project=mine"))
     (run,) = packages
@@ -183,14 +187,14 @@ def test_each_tracker_gets_the_same_values_the_configuration_and_the_names(packa
 
 
 def test_all_are_opened_by_rank_0_when_there_is_a_first_record_and_none_without(packages, folder):
-    config = configured(f"log.to={','.join(TRACKERS)}")
+    config = configured(f"log.to={','.join(LOGGED)}")
     logged(folder, config, rank=1)
     logged(folder, config, records=[])
     with Metrics(folder, config, 0, 3, any_left=False):
         pass
     assert packages == []
     logged(folder, config)
-    assert [run.closed for run in packages] == [1] * len(TRACKERS)
+    assert [run.closed for run in packages] == [1] * len(LOGGED)
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "trackio"])
@@ -354,7 +358,7 @@ def test_trackers_are_asked_for_by_a_list(words, asked, project):
         ("log.to=wandb,mlfow", "Did you mean mlflow?"),
         (
             "log.to=[wandb, 3]",
-            "log.to takes tensorboard, wandb, swanlab, mlflow or trackio, or a list of them, or null; found",
+            "log.to takes tensorboard, wandb, swanlab, mlflow, trackio, prometheus or otel, or a list of them, or null; found",
         ),
         ("log.to=[]", "found []."),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from zero3d.config.hints import unknown
-from zero3d.config.keys import KEYS, SECTIONS, Key, value_of
+from zero3d.config.keys import KEYS, SECTIONS, TABLE, Key, value_of
 from zero3d.config.kinds import KINDS
 from zero3d.config.retired import RETIRED, answer, example
 from zero3d.config.sections import Config
@@ -33,6 +33,8 @@ def to_yaml(config: Config, *, mark: bool = False) -> str:
     """Return YAML text that loads back to an equal Config.
 
     mark    put `# default: VALUE` behind what differs from its default
+
+    A key that YAML 1.1 reads as a truth value is in quotes: 'on'.
     """
     lines, last = [], ""
     for name, key in KEYS.items():
@@ -42,7 +44,7 @@ def to_yaml(config: Config, *, mark: bool = False) -> str:
             last = section
         value = value_of(config, name)
         note = f"  # default: {scalar(key.default)}" if mark and value != key.default else ""
-        lines.append(f"{'  ' if section else ''}{field}: {scalar(value)}{note}")
+        lines.append(f"{'  ' if section else ''}{scalar(field)}: {scalar(value)}{note}")
     return "\n".join(lines) + "\n"
 
 
@@ -201,6 +203,8 @@ def _form(key: Key, kind: Any) -> dict[str, Any]:
     if kind == tuple[str, ...] and key.choices:
         words = {"enum": list(key.choices)}
         return {"anyOf": [words, {"type": "array", "minItems": 1, "items": words}]}
+    if kind == TABLE and key.choices:
+        return form | {"additionalProperties": False, "properties": {name: {"type": "string"} for name in key.choices}}
     names = {"minimum": key.least, "maximum": key.most, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
     bounds = {name: bound for name, bound in names.items() if bound is not None}
     if kind in (int, float):

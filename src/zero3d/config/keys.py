@@ -11,13 +11,14 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from zero3d.config.hints import nearest
-from zero3d.config.kinds import KINDS, NULLS, convert, describe_value, number_meant
+from zero3d.config.kinds import KINDS, NULLS, OPTIONS, convert, describe_value, number_meant
 from zero3d.config.sections import Config
 from zero3d.config.sources import Refused
 from zero3d.spec.bits import Bits
 from zero3d.spec.declaring import Advice
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
+TABLE = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Key:
             *most, last = self.choices
             words = f"{', '.join(most)} or {last}{unit}" if most else last
             return words if kind is str else f"{words}, or a list of them"
+        if self.choices and kind == TABLE:
+            *most, last = self.choices
+            return f"a mapping of {', '.join(most)} or {last} to texts"
         return KINDS[kind].words + (self._range() if kind in NUMBERS else "")
 
     def _range(self) -> str:
@@ -74,8 +78,10 @@ class Key:
         return read
 
     def _allows(self, value: Any) -> bool:
-        if value is None or isinstance(value, (bool, Mapping)):
+        if value is None or isinstance(value, bool):
             return True
+        if isinstance(value, Mapping):
+            return not self.choices or value.keys() <= {*self.choices}
         if isinstance(value, str):
             return not self.choices or re.fullmatch(self.pattern, value) is not None
         items = value if isinstance(value, tuple) else (value,)
@@ -97,7 +103,7 @@ class Key:
         return "|".join(re.escape(choice).replace(":K", ":[1-9][0-9]*") for choice in self.choices)
 
     def _refusal(self, value: Any) -> str:
-        words = value if isinstance(value, (list, tuple)) else (value,)
+        words = value if isinstance(value, (list, tuple, Mapping)) else (value,)
         wrong = next((word for word in words if isinstance(word, str) and word not in self.choices), "")
         near = nearest(wrong, self.choices) if wrong not in NULLS else None
         meant = number_meant(value.strip()) if isinstance(value, str) else None
@@ -135,6 +141,11 @@ def takes_list(key: Key) -> bool:
 def takes_table(key: Key) -> bool:
     """Say whether braces in an override of it make a mapping."""
     return any(get_origin(kind) is Mapping for kind in key.types)
+
+
+def takes_names(key: Key) -> bool:
+    """Say whether one entry of its mapping can be an override: log.on.end=COMMAND."""
+    return OPTIONS in key.types or (TABLE in key.types and bool(key.choices))
 
 
 def value_of(config: Config, name: str) -> Any:

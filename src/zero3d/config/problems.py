@@ -12,7 +12,7 @@ from typing import Any
 
 from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
 from zero3d.config.kinds import convert, describe_value
-from zero3d.config.sections import GAUSSIAN, GIVEN, Config, Lora, Optimizer
+from zero3d.config.sections import GAUSSIAN, GIVEN, PROMETHEUS, Config, Log, Lora, Optimizer
 from zero3d.config.shrinking import degrees_of, refuse_shrinking
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError, short
@@ -68,6 +68,7 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     yield from evaluation_problems(config)
     yield from optimizer_problems(config)
     yield from offload_problems(config)
+    yield from log_problems(config)
     yield from url_problems(config)
     yield from refusals(spec_of(config))
 
@@ -178,6 +179,16 @@ def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
             parse_size(section.host_budget, HOST_BUDGET)
         except ConfigError as error:
             yield HOST_BUDGET, str(error)
+
+
+def log_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of a tracker's port that would do nothing, and what to type."""
+    choice = config.log
+    if choice.port is not None and PROMETHEUS not in choice.trackers:
+        text = f"log.port={choice.port} answers Prometheus, which log.to does not name: type log.to={PROMETHEUS}, too."
+        yield "log.port", text
+    if choice.host != Log().host and choice.port is None:
+        yield "log.host", f"log.host={short(choice.host)} is listened on at log.port: type log.port=9400, too."
 
 
 def url_problems(config: Config) -> Iterator[tuple[str, str]]:

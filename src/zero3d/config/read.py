@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from zero3d.config.hints import unknown
-from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
-from zero3d.config.kinds import OPTIONS, describe_value
+from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_names, takes_table, value_of
+from zero3d.config.kinds import describe_value
 from zero3d.config.problems import problems_across
 from zero3d.config.retired import FILE, RETIRED, answer, as_now, is_of_a_run
 from zero3d.config.sections import Config
@@ -155,7 +155,7 @@ def _override(word: str, settings: dict[str, Setting]) -> Iterator[Problem]:
     elif name in SECTIONS:
         example = next(key for key in KEYS if key.startswith(f"{name}."))
         yield Problem(name, where, f"{name} is a section: type one of its keys, such as {example}=VALUE.")
-    elif name not in KEYS and (table := name.rpartition(".")[0]) in KEYS and OPTIONS in KEYS[table].types:
+    elif name not in KEYS and (table := name.rpartition(".")[0]) in KEYS and takes_names(KEYS[table]):
         before = settings[table].value if table in settings else None
         both = {**(before if isinstance(before, Mapping) else {}), name.rpartition(".")[2]: text}
         yield from _take(table, both, where, settings, override=True)

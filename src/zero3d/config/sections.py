@@ -30,7 +30,9 @@ from zero3d.stores.cache import LIMIT
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
 EXPORTS = ("adapter", "merged", "both")
-TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")  # and the packages and extras of these names
+ENDPOINTS = PROMETHEUS, OTEL = "prometheus", "otel"  # trackers that others ask, or that send to a collector
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio", *ENDPOINTS)  # and the extras of these names
+EVENTS = STRAGGLER, NONFINITE, END = "straggler", "nonfinite", "end"  # of log.on
 SHORT, FULL = "short", "full"  # reports at the end of a run
 GIVEN, NARROW = "given", "narrow"  # of plan.links: what the file says; among all ways, those that round, too
 
@@ -478,6 +480,26 @@ class Log:
         "tables to the byte, which zero3d report prints in any case",
         bits=None,
         choices=(SHORT, FULL),
+    )
+    port: int | None = key(
+        None,
+        "with prometheus: the port where rank 0 answers scrapes; null: none, and OUTPUT/metrics.prom alone",
+        bits=None,
+        least=1,
+        most=65535,
+    )
+    host: str = key(
+        "127.0.0.1",
+        "with log.port: the address that is listened on; who reaches it reads all values, 0.0.0.0 is every network",
+        bits=None,
+    )
+    on: Mapping[str, str] | None = key(
+        None,
+        "shell commands, as {EVENT: COMMAND}, that rank 0 starts with facts in their environment and never waits for: "
+        "straggler, a rank that makes the others wait; nonfinite, a step skipped for a loss or norm that is not "
+        "finite, and giving up; end, a run that has finished, ended early, was stopped or failed",
+        bits=None,
+        choices=EVENTS,
     )
 
     @property

@@ -55,6 +55,14 @@ class Loader(yaml.SafeLoader):
             raise _at(event, f"the alias *{short(event.anchor)} contains itself")
         return node
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping. A truth value before a colon is a name, as in YAML 1.2: `on` of section log."""
+        node = super().compose_mapping_node(anchor)
+        for name, _ in node.value:
+            if name.tag == f"{CORE}bool":
+                name.tag = f"{CORE}str"
+        return node
+
     def _check(self, event: Any) -> None:
         if self._depth == DEPTH:
             raise _at(event, f"nested more than {DEPTH} levels deep")

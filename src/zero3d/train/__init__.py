@@ -16,11 +16,13 @@ evaluations        results of an evaluation: the held-out loss, of each source o
 own_values         values of a user's own function at each evaluation
 callbacks          a user's own classes, told what happens
 own_calls          calls of a user's own code
+event_commands     a user's own commands, started when something happens
 resume_hints       why a run cannot go on as it is, and the command to type
 offload            states off the device: the choice for auto, its part in a resumed run, files on a disk
 stop               a signal becomes a request to stop
 metrics            records of steps to metrics.jsonl and to trackers
 trackers           TensorBoard, Weights & Biases, SwanLab, MLflow, Trackio, which a run goes on without
+endpoints          Prometheus and OpenTelemetry: the last values of a run, for monitoring
 progress           a live bar, or lines; how long the rest takes
 profiler           a profiler's trace of a few steps
 flops              operations of a step, and how many a device could do

@@ -11,7 +11,8 @@ OUTPUT/
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
   report.html     the page of zero3d report OUTPUT --html
   profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster
-  tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
+  tensorboard/, wandb/, swanlab/, mlflow/, metrics.prom   what trackers keep there (trackers.py)
+  events.log      what the user's own commands print (event_commands.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
   lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (tools/cli/elastic.py)
@@ -60,7 +61,8 @@ WRITTEN = (
     "profile.json",
     REPORT,
     PAGE,
-    *("tensorboard", "wandb", "swanlab", "mlflow"),
+    *("tensorboard", "wandb", "swanlab", "mlflow", "metrics.prom"),
+    "events.log",
     ".run",
     UNREAD,
     "watchdog.txt",

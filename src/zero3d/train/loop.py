@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
+from zero3d.config.sections import NONFINITE
 from zero3d.data.batches import BatchStream
 from zero3d.data.sequences import Samples
 from zero3d.engine.engine import Engine
@@ -34,6 +35,7 @@ from zero3d.train.callbacks import Callbacks
 from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, memory_peak, reserved_bytes
 from zero3d.train.evaluations import Evaluations
+from zero3d.train.event_commands import EventCommands, facts_of
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.garbage import collected_between_steps
@@ -63,6 +65,7 @@ class Loop:
     validation  sequences held out, or None
     flops       useful operations per token, of the whole model
     tokens      that this rank trained on in this session
+    events      a user's own commands
     after_save  is called when a checkpoint was saved, or its save behind training has begun
     """
 
@@ -87,6 +90,7 @@ class Loop:
             engine.expert_load.watch()
         self.plan_check: Check | None = None
         self.after_save: Callable[[], None] = nothing
+        self.events = EventCommands({}, folder.root)
         self._callbacks = Callbacks(config.callbacks or (), engine)
         self.evaluations = Evaluations(config, engine, validation, stream.portions.micro_batch, self.on_device)
         self.criterion = Criterion.of(config.evaluate)
@@ -283,12 +287,15 @@ class Loop:
             self._give_up(too_many_skips(self.config.health, health.in_a_row, step))
         if step == self._last_step and self._overflows and self.engine.steps == self._steps_at_start:
             self._give_up(none_applied(self._overflows, len(self.history), step, self.engine.loss_scale))
+        if result is not None and is_not_finite(result.reason) and health.in_a_row == 1:
+            self._tell_not_finite("skipped", result.reason)
 
     def _give_up(self, why: str) -> None:
         """Raise NonFiniteError on all ranks, with the checkpoint to go on from; saved checkpoints stay as they are.
 
         A run without any checkpoint saves its present state: skipped steps have changed nothing.
         """
+        self._tell_not_finite("gives up", why)
         try:
             self._finish_save(ends=True)
             if self.engine.steps and not self.saving.has_any:
@@ -301,6 +308,11 @@ class Loop:
         except CheckpointError as error:  # it shall not hide why
             remedy = f"{error} {self._remedy('These steps changed nothing')}"
         self.engine.health.fail(why, remedy)
+
+    def _tell_not_finite(self, how: str, why: str) -> None:
+        """Start the user's command."""
+        facts = facts_of(self.state.step, self.history[-1] if self.history else {})
+        self.events.fire(NONFINITE, facts | {"how": how, "reason": why})
 
     def _check_weights(self) -> None:
         """Raise NonFiniteError where the weights are spoiled: they are not saved, and saved checkpoints stay."""

@@ -34,6 +34,7 @@ from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, host_peak, memory_peak
+from zero3d.train.event_commands import EventCommands
 from zero3d.train.export_places import ExportPlace, export_places
 from zero3d.train.exported_folder import Reloaded, export_model, keep_heads, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
@@ -195,6 +196,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         if line is not None:
             progress.say(line)
     post_mortem.loop = loop = Loop(config, engine, stream, inputs.data.validation, folder, options, flops)
+    loop.events = EventCommands(config.log.on, folder.root, engine.world.rank, progress.say)
     loop.plan_check = start.planner.check(config, engine, plan, inputs.steps)
     if saved is not None:
         loop.resume(LoopState.of(saved), None if checkpoint is None else tidied_path(checkpoint), from_slots)

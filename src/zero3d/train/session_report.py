@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from zero3d.config.sections import END
 from zero3d.engine.traffic_formulas import SessionCounts
 from zero3d.spec.tiers import DEVICE
+from zero3d.train.event_commands import facts_of
 from zero3d.train.loop import Loop
 from zero3d.train.measure import Activations, memory_rows
 from zero3d.train.stop import Stopped
@@ -62,6 +64,7 @@ class SessionReport:
         """Write the file now, with every checkpoint that is saved inside, and behind it how the session ended."""
         self._loop.after_save = self._save
         self.write()
+        self._loop.events.begin(FAILED)
         try:
             yield
         except BaseException as error:
@@ -80,6 +83,9 @@ class SessionReport:
     def _end(self, how: str, why: str) -> None:
         self._ended = {"how": how, "why": why[:LONGEST], "time": time.strftime(TIME)}
         self.write()
+        history = self._loop.history
+        facts = facts_of(self._loop.state.step, history[-1] if history else {})
+        self._loop.events.fire(END, facts | {"how": how, "why": why[:LONGEST]})
 
     def write(self) -> None:
         """Write the file on rank 0."""

@@ -6,6 +6,8 @@
     swanlab       SwanLab; OUTPUT/swanlab under SWANLAB_MODE=offline            goes on in its own, in the cloud
     mlflow        MLFLOW_TRACKING_URI, else OUTPUT/mlflow                       goes on in its own
     trackio       where `trackio show` looks                                    goes on in its own
+    prometheus    OUTPUT/metrics.prom and a port (endpoints.py)                 counts anew
+    otel          a collector of OpenTelemetry (endpoints.py)                   counts anew
 
 A tracker is opened with the first record of a session, so that a run without a step left opens none. An error of a
 tracker is one line of warning, and the run goes on without the tracker: metrics.jsonl has every value. Its random draws
@@ -29,7 +31,9 @@ from zero3d.config import Config, to_dict, to_yaml
 from zero3d.config.describe import scalar
 from zero3d.config.keys import KEYS, value_of
 from zero3d.config.own_code import in_one_line
+from zero3d.config.sections import OTEL, PROMETHEUS
 from zero3d.rng import rng_state, set_rng_state
+from zero3d.train.endpoints import OpenTelemetry, Prometheus
 from zero3d.train.folder import Folder
 
 Scalars = Mapping[str, float]
@@ -46,6 +50,7 @@ class TrackedRun:
     number   the run's own, the same after a resume
     project  that it belongs to
     first    step of this session
+    say      prints one line
     """
 
     folder: Path
@@ -54,6 +59,7 @@ class TrackedRun:
     project: str
     config: Config
     first: int
+    say: Callable[[str], Any]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -190,7 +196,15 @@ class Trackio:
 
 
 OPENERS: Mapping[str, Callable[[TrackedRun], Tracker]] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": Wandb, "swanlab": SwanLab, "mlflow": MLflow, "trackio": Trackio}
+    {
+        "tensorboard": TensorBoard,
+        "wandb": Wandb,
+        "swanlab": SwanLab,
+        "mlflow": MLflow,
+        "trackio": Trackio,
+        PROMETHEUS: lambda run: Prometheus(run.folder, run.name, run.config.log.host, run.config.log.port, run.say),
+        OTEL: lambda run: OpenTelemetry(run.name, run.project, run.say),
+    }
 )
 
 
@@ -227,7 +241,7 @@ class Trackers:
 
     def _run_from(self, first: int) -> TrackedRun:
         root, config = self._folder.root, self._config
-        return TrackedRun(root, root.resolve().name, self._folder.run_id, config.log.project, config, first)
+        return TrackedRun(root, root.resolve().name, self._folder.run_id, config.log.project, config, first, self._say)
 
     @contextmanager
     def _watched(self, name: str, what: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ package      extra        asked for by
 peft         hf           lora.rank
 Pillow       vlm          data.images
 pyarrow      data         data in parquet or arrow files, as far as names tell
-trackers' names           log.to: of each its package and extra
+trackers' names           log.to: of each its package and extra, but for those of TRACKER_PACKAGES
 of a protocol             URLs of object stores (stores/urls.py)
 """
 
@@ -16,13 +16,23 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from zero3d.config import Config
+from zero3d.config.sections import OTEL, PROMETHEUS
 from zero3d.data.fetched import urls_of as urls_of_data
 from zero3d.data.files import named_formats
 from zero3d.errors import ConfigError
 from zero3d.stores.urls import check_shared, check_url, is_url
 
 COLUMNS = ("parquet", "arrow")
-IMPORTED_AS = {"Pillow": "PIL"}
+IMPORTED_AS = {
+    "Pillow": "PIL",
+    "prometheus-client": "prometheus_client",
+    "opentelemetry-sdk": "opentelemetry.sdk.metrics",  # all above it are namespaces, which other packages share
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+}
+TRACKER_PACKAGES = {  # of trackers that have other names than their packages
+    PROMETHEUS: ("prometheus-client",),
+    OTEL: ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+}
 
 
 def check_packages(config: Config) -> None:
@@ -50,7 +60,10 @@ def is_installed(module: str) -> bool:
 
     A folder of that name in the current directory, as wandb makes one, is a namespace package and does not count.
     """
-    spec = find_spec(module)
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # a package above it
+        return False
     return spec is not None and spec.origin is not None
 
 
@@ -64,4 +77,5 @@ def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
         if format in COLUMNS:
             yield f"{path}: reading {format}", "pyarrow", "data"
     for name, asked in config.log.trackers.items():
-        yield asked, name, name
+        for package in TRACKER_PACKAGES.get(name, (name,)):
+            yield asked, package, name
