@@ -10,6 +10,8 @@ from pictures import save_data, save_model as save_vision
 from training import save_model, train, tree
 
 from zero3d.data.tokenizers import ByteTokenizer, load_tokenizer
+from zero3d.tools.cli.generate_source import Source
+from zero3d.tools.cli.generate_text import Choices, prompts_of
 
 TEXT, TOKENS = "some words", "12"
 DRAWN = ("--temperature", "1")
@@ -115,31 +117,82 @@ def test_several_ranks_say_what_one_says(zero3d_in_fork, ranks, place, tmp_path,
     assert drawn[0] == drawn[1] != expected
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
-def test_an_image_is_given_as_training_gives_it(zero3d_in_fork, tmp_path, family):
-    from transformers import AutoModelForImageTextToText
-
+def given_in_training(folder, data, images, cache):
+    """What a model is given of the first conversation in training, up to the answer."""
     from zero3d.config import load
     from zero3d.data.dataset import open_data
     from zero3d.models.open import open_model
     from zero3d.train.setup.vision import open_vision
 
-    folder = save_vision(tmp_path / family, family, positions=96)
-    data, images = save_data(tmp_path, pictured=1)
     config = load({
         "model": {"path": folder},
-        "data": {"train": data, "images": images, "length": 64, "packing": False, "cache": str(tmp_path / "cache")},
+        "data": {"train": data, "images": images, "length": 64, "packing": False, "cache": str(cache)},
     })  # fmt: skip
-    tokenizer = load_tokenizer(None, folder)
-    opened = open_data(config.data, tokenizer, vision=open_vision(config, open_model(config.model)))
-    batch = opened.train.stack([opened.train[0]])
+    vision = open_vision(config, open_model(config.model))
+    samples = open_data(config.data, load_tokenizer(None, folder), vision=vision).train
+    batch = samples.stack([samples[0]])
     answer = int((batch["labels"][0] != -100).nonzero()[0])
-    given = {name: batch[name][:, :answer] for name in ("input_ids", "mm_token_type_ids") if name in batch}
-    pixels = {name: value for name, value in batch.items() if name not in ("labels", "position_ids", *given)}
+    of_tokens = {name: batch[name][:, :answer] for name in ("input_ids", "mm_token_type_ids") if name in batch}
+    return of_tokens | {name: value for name, value in batch.items() if name.startswith(("pixel", "image_"))}
+
+
+def save_lively(folder, family):
+    """A tiny model of a family with such weights that other inputs and other weights give other words."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(save_vision(folder, family, positions=96))
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5.0 if p.dim() > 1 else 1.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def words_of(model, given, folder):
+    """What a model says of an image, by transformers' own hand."""
+    torch.manual_seed(0)
+    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    out = model.generate(**given, max_new_tokens=int(TOKENS), **drawn)[0, given["input_ids"].shape[1] :]
+    return load_tokenizer(None, folder).decode(out.tolist()).split()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_an_image_is_given_as_training_gives_it(zero3d_in_fork, tmp_path, family):
+    from transformers import AutoModelForImageTextToText
+
+    folder = save_lively(tmp_path / family, family)
+    data, images = save_data(tmp_path, pictured=1)
+    given, image = given_in_training(folder, data, images, tmp_path / "cache"), str(Path(images) / "0.png")
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    out = model.generate(**given, **pixels, max_new_tokens=int(TOKENS), do_sample=False)[0, answer:].tolist()
-    found, _ = typed(zero3d_in_fork, tmp_path, folder, "what is it?", "--image", Path(images) / "0.png")
-    assert found.split() == tokenizer.decode(out).split()
-    without, _ = typed(zero3d_in_fork, tmp_path, folder, "what is it?", "--chat")
-    assert without != found
+    made = Choices(1, images=(image,)), model, load_tokenizer(None, folder), Source(Path(folder), "")
+    ((ids, beside),) = prompts_of(["what is it?"], *made)
+    assert {"input_ids", *beside} == given.keys()
+    assert all(torch.equal(beside.get(name, ids), value) for name, value in given.items())
+    expected = words_of(model, given, folder)
+    found, _ = typed(zero3d_in_fork, tmp_path, folder, "what is it?", "--image", image, *DRAWN)
+    assert found.split() == expected != []
+
+
+@pytest.mark.long
+def test_an_adapter_with_its_projector_sees_the_image_too(zero3d_in_fork, ranks, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    folder = save_lively(tmp_path / "model", "llava")
+    data, images = save_data(tmp_path, pictured=8)
+    made = tree(
+        tmp_path, lora=LORA | {"train_also": ["multi_modal_projector"]}, optimizer={"lr": 0.1}, train={"steps": 2},
+        checkpoint={"export": True, "verify": False},
+    )  # fmt: skip
+    made["data"] |= {"train": data, "images": images, "length": 48, "packing": False}
+    ranks(2, train, made)
+    given = given_in_training(folder, data, images, tmp_path / "cache-too")
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    untrained = words_of(base, given, folder)
+    expected = words_of(PeftModel.from_pretrained(base, tmp_path / "out" / "adapter"), given, folder)
+    assert [] != untrained != expected != []
+    for output in (tmp_path / "out", tmp_path / "out" / "checkpoints" / "step-2"):
+        found, _ = typed(zero3d_in_fork, tmp_path, output, "what is it?", "--image", Path(images) / "0.png", *DRAWN)
+        assert found.split() == expected
