@@ -417,7 +417,12 @@ class Evaluate:
         bits=None,
         least=1,
     )
-    prompt: str | None = key(None, "a text that the trained model continues at the end", bits=None)
+    prompt: bool | str | None = key(
+        True,
+        "a text that the trained model continues at the end; true: the first words of a held-out text, or a held-out "
+        "chat up to its answer, for a few tokens; false or null: none",
+        bits=None,
+    )
 
 
 @dataclass(frozen=True)

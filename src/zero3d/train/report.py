@@ -47,7 +47,8 @@ def show_session(result: Result, console: Console) -> None:
             console.print(line, highlight=False, no_wrap=True)
     if result.sample:
         prompt = result.config.evaluate.prompt
-        console.print(Text(f"\na sample that starts with {prompt!r}:", style="bold"))
+        start = "the first tokens of the data" if prompt is True else repr(prompt)
+        console.print(Text(f"\na sample that starts with {start}:", style="bold"))
         console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())), soft_wrap=True)
     console.print()
     if result.config.log.report != FULL:

@@ -91,6 +91,14 @@ VERBS = {
             "zero3d report runs/llama --json": "the same as data",
         },
     ),
+    "generate": Verb(
+        "Continue a text with the model of a run, a checkpoint of any mesh, or an exported folder.",
+        {
+            'zero3d generate zero3d-demo "def "': "the demo, of zero3d train",
+            'zero3d generate runs/llama "What is ZeRO?" --chat': "by its chat template",
+            "zero3d generate runs/llama/checkpoints/step-100 A": "one checkpoint",
+        },
+    ),
     "launch": Verb(
         "Print what starts a run on a cluster: a Slurm script, a Kubernetes manifest or torchrun commands.",
         {
