@@ -27,7 +27,7 @@ from zero3d.tools.page import frame
 from zero3d.tools.page.charts import Bar, Span, bars, spans
 from zero3d.tools.page.curves import Curve, curves, margin
 from zero3d.tools.page.markup import tag
-from zero3d.tools.page.paint import MARKS, classes_of, series_needed
+from zero3d.tools.page.paint import FORMS, MARKS, classes_of, series_needed
 from zero3d.train import tables
 from zero3d.train.curve import limits, smooth
 from zero3d.zero.step_parts import PARTS, WORDS
@@ -178,7 +178,7 @@ def _curves(left: Left, of_loss: Sequence[float]) -> Iterator[Markup]:
             own += [Curve("held", series.held_out, dots=True)] * (panel.name == "loss" and bool(held_out))
             drawn.append(curves(panel.name, panel.title, own, ranges[panel.name], _span(left), marks, indent))
     named = {"raw": "each step", "average": "average"} | ({"held": "held out"} if held_out else {})
-    named |= {kind: f"{MARKS[kind]} ({len(steps):,})" for kind, steps in marks.items()}
+    named |= {kind: f"{FORMS[kind]} {MARKS[kind]} ({len(steps):,})" for kind, steps in marks.items()}
     yield frame.card(
         "Curves",
         frame.legend(list(named.values()), list(named)),
@@ -338,10 +338,12 @@ def _in_words(row: Span) -> Span:
 
 
 def _slow_rank(left: Left) -> Iterator[Markup]:
-    """Yield the last rank that a record calls slow, and in what."""
+    """Yield the last rank that a record calls slow, and in what; where none does, what report.json says."""
     record = left.course.slowest
-    rank = _number(record.get("slowest_rank"))
+    rank, told = _number(record.get("slowest_rank")), left.report.get("slowest")
     if rank is None:
+        if isinstance(told, str):
+            yield frame.card("A slow rank", frame.paragraph(view.word(told)))
         return
     hosts = left.report.get("hosts")
     host = hosts[int(rank)] if isinstance(hosts, list) and 0 <= rank < len(hosts) else None
