@@ -70,6 +70,7 @@ EXCUSED = {
     "log.port": "the same: unit/test_endpoints.py",
     "log.host": "the same",
     "log.on": "commands of the user's own: unit/test_event_commands.py",
+    "log.report": "what is printed: unit/test_report.py",
     "plan.cluster": "plans choose nothing of a run but mesh.shard and what is sent, which are keys of their own",
     "plan.links": "the same",
     "health.min_ranks": "ranks that are lost: parity/test_elastic.py",

@@ -35,7 +35,7 @@ def guard(tmp_path_factory):
     return guard
 
 
-SHORT = ("--steps", "4", "--ranks", "2", "--json", "train.micro_batch=2", "evaluate.batches=1")
+SHORT = ("--steps", "4", "--ranks", "2", "--json", "train.micro_batch=2", "evaluate.batches=1", "log.report=full")
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from zero3d.pipeline.messages import Sends
 from zero3d.train.step_times import fields, of_history, where_it_went
 from zero3d.zero.clocks import Clocks
 from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.own_seconds import KEPT
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.step_parts import (
     BACKWARD,
@@ -31,6 +32,7 @@ from zero3d.zero.step_parts import (
     SAVES,
     UPDATE,
     OverRanks,
+    OwnStep,
     PartTime,
 )
 from zero3d.zero.streams import SideStream
@@ -234,6 +236,53 @@ def test_a_device_gives_the_seconds_that_the_host_s_clock_gives(device):
         for forward in (1.0, 2.0, 3.0):
             step(same, now, forward=forward)
     assert seconds(clocks) == seconds(same)
+
+
+# --- a rank's own seconds -------------------------------------------------------------------------
+
+
+def test_on_a_cpu_own_seconds_are_without_waits_in_whatever_part_they_fall(now):
+    waited = Time()
+    clocks = Clocks(torch.device("cpu"), waited=waited)
+    for part, passed, waits in [
+        (DATA, 1.0, 0.25), (FORWARD, 2.0, 0.5), (GATHERS, 4.0, 3.5), (UPDATE, 8.0, 6.0), (OFFLOAD, 16.0, 0.0),
+        (EVALUATION, 32.0, 5.0), (SAVES, 64.0, 7.0),
+    ]:  # fmt: skip
+        with clocks.of(part):
+            now.now, waited.now = now.now + passed, waited.now + waits
+    clocks.end_step()
+    now.now += 0.5
+    step(clocks, now)
+    first, second = clocks.own
+    assert first == OwnStep(1, compute=1.5 + 0.5 + 2.0, data=0.75, host=16.0, waits=10.25)  # no evaluation, no save
+    assert (second.step, second.compute, second.data, second.host, second.waits) == (2, 3.75, 0.0, 0.5, 0.0)
+    assert first.total == 20.75
+    for _ in range(KEPT):
+        step(clocks, now)
+    assert [clocks.own[0].step, clocks.own[-1].step] == [3, 2 + KEPT]
+
+
+def test_what_was_waited_while_nothing_was_measured_counts_nowhere(now):
+    waited = Time()
+    clocks = Clocks(torch.device("cpu"), waited=waited)
+    clocks.on = False
+    now.now, waited.now = 5.0, 4.0
+    clocks.on = True
+    step(clocks, now)
+    assert clocks.own[0][1:] == (3.75, 0.0, 0.0, 0.0)
+
+
+def test_on_a_device_own_seconds_are_without_the_parts_in_which_its_stream_meets_peers(device):
+    clocks, Event.passed = clocks_of_device(), 100
+    step(clocks, device)
+    with clocks.of(DATA):
+        device.now += 1.0
+    with clocks.of(SAVES):
+        device.now += 64.0
+    clocks.end_step()
+    first, second = clocks.own
+    assert first == OwnStep(1, compute=1.0 + 2.0, data=0.0, host=0.0, waits=0.25)
+    assert second == OwnStep(2, compute=0.0, data=1.0, host=0.125, waits=0.0)
 
 
 # --- in records, and at a run's end ---------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from zero3d.errors import ConfigError
 from zero3d.tools.cli.main import main
 from zero3d.tools.doctor.dead_run import FILE, judge_run, of_tree, read_runs
+from zero3d.train.stragglers import KINDS, Slow
 from zero3d.watchdog.block import Block
 from zero3d.watchdog.monitor import Facts
 from zero3d.watchdog.waits import RankState, find_culprits, find_waits
@@ -171,3 +172,42 @@ def test_whatever_is_in_its_place_is_read_or_refused_and_nothing_else_happens(tm
         assert judge_run(run, tmp_path).verdict == "broken"
         read += 1
     assert read > 100
+
+
+SLOW = Slow(1, 0.08, 40, 50, {"compute": 0.0, "data": 0.1, "save": 0.0, "host": 0.0})
+
+
+def records(folder, *fields, hosts=("a", "b")):
+    lines = [json.dumps({"step": step, "loss": 1.0, **each}) for step, each in enumerate(fields, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "report.json").write_text(json.dumps({"hosts": hosts}))
+
+
+@pytest.mark.parametrize("part", KINDS)
+def test_a_slow_rank_is_named_with_its_host_and_what_to_look_at(tmp_path, capsys, part):
+    slow = SLOW._replace(seconds=dict.fromkeys(KINDS, 0.0) | {part: 0.1})
+    records(tmp_path, {}, SLOW._replace(rank=0).fields(), slow.fields(), {})
+    assert main(["doctor", "--run", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    what = "saves" if part == "save" else "steps"
+    assert (
+        f"slowest rank 1 (b): +8 % over the median in 40 of 50 {what}: {part}; said 2 times, from step 2 to step 3 of 4"
+        in text
+    )
+    assert "try: on b: " in text
+    assert main(["doctor", "--json", "--run", str(tmp_path)]) == 0
+    (found,) = (each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "slow rank")
+    assert found["figures"]["slowest_rank"] == 1
+
+
+@pytest.mark.parametrize("hosts", [[], "a", [1, None]])
+def test_a_slow_rank_of_a_damaged_folder_is_named_without_what_is_not_there(tmp_path, capsys, hosts):
+    records(tmp_path, SLOW.fields(), {"slowest_rank": 0, "slowest_over": None}, {"slowest_rank": "x"}, hosts=hosts)
+    assert main(["doctor", "--run", str(tmp_path)]) == 0
+    assert "slowest rank 1" in capsys.readouterr().out
+
+
+def test_a_run_without_a_slow_rank_has_no_row_of_one(tmp_path, capsys):
+    records(tmp_path, {}, {})
+    assert main(["doctor", "--run", str(tmp_path)]) == 0
+    assert "slow rank" not in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """A rank's record in shared memory: what is written is read, also from another process, and never half."""
 
 import threading
+from unittest import mock
 
 import pytest
 from models import batch, build, loss_of
@@ -88,6 +89,15 @@ def test_two_openings_in_one_process_are_one_record_and_no_other_process_joins(t
     Heartbeat.join(None, 3).step = 9
     Heartbeat.join(str(tmp_path / "nowhere"), 3).step = 9
     assert now(tmp_path).step == 5
+
+
+def test_seconds_in_calls_are_added_up_and_a_call_inside_another_counts_once(tmp_path, heartbeat):
+    with mock.patch("time.perf_counter", side_effect=[1.0, 4.0, 10.0, 10.5]):
+        with heartbeat.inside("dp", "all_gather", "a"), heartbeat.inside("dp", "exchange", "-"):
+            pass
+        heartbeat.enter("dp", "exchange", "-", 1, None)
+        heartbeat.leave()
+    assert heartbeat.waited == 3.5
 
 
 def test_facts_are_told_beside_the_record_and_added_to(tmp_path, heartbeat):

@@ -9,7 +9,7 @@ from rich.console import Console
 from zero3d.account.traffic import Moved
 from zero3d.config import load
 from zero3d.train.report import memory_table, show, steps_of, traffic_table
-from zero3d.train.tables import MemoryRow, TrafficRow
+from zero3d.train.tables import MemoryRow, TrafficRow, memory_verdict, traffic_verdict
 
 LARGE = 31_182_848_123
 
@@ -21,7 +21,7 @@ def result_of(steps, before=0):
         config=load(None),
         ranks=2,
         history=[{"step": step, "loss": 1.0} for step in range(1, before + steps + 1)],
-        steps=[{"step": before + 1 + number} for number in range(steps)],
+        steps=[{"step": before + 1 + number, "tokens_per_s": 1000.0} for number in range(steps)],
         seconds=1.0,
         memory=[MemoryRow("communication buffers", "bf16 + fp32 + int64", LARGE, True, LARGE, True)],
         traffic=[TrafficRow("send_backward (pp)", moved, moved, True)],
@@ -39,7 +39,8 @@ def result_of(steps, before=0):
         fingerprint="",
         sample="",
         checkpoint="runs/mine/checkpoints/step-5",
-        folder=SimpleNamespace(metrics="runs/mine/metrics.jsonl", curve="loss.png"),
+        slowest=None,
+        folder=SimpleNamespace(root="runs/mine", metrics="runs/mine/metrics.jsonl", curve="loss.png"),
     )
 
 
@@ -74,9 +75,10 @@ def shown(result, monkeypatch):
 
 def test_a_session_without_a_step_says_where_its_runs_results_are_and_nothing_else(monkeypatch):
     text = shown(result_of(0, before=40), monkeypatch)
-    assert text.startswith("held-out loss: 2.0")
+    assert text.startswith("results: runs/mine\nloss: 1.000000")
+    assert "held-out loss: 2.0" in text
     assert "exported: runs/mine/hf" in text
-    assert len(text.splitlines()) == 3
+    assert len(text.splitlines()) == 5
 
 
 def test_a_curve_is_drawn_of_a_run_that_is_long_enough_for_one(monkeypatch):
@@ -87,3 +89,55 @@ def test_a_curve_is_drawn_of_a_run_that_is_long_enough_for_one(monkeypatch):
 
 def test_one_step_is_no_steps():
     assert [steps_of(result_of(count)) for count in (1, 1200)] == ["1 step", "1,200 steps"]
+
+
+def moved(op, formula, measured):
+    return TrafficRow(op, Moved(1, 2, formula), Moved(1, 2, measured), formula == measured)
+
+
+def test_last_lines_begin_with_the_results_and_say_in_a_line_each_whether_the_tables_are_equal(monkeypatch):
+    result = result_of(2)
+    result.slowest = "slowest rank 1 (b): +8 % over the median in 40 of 50 steps: data"
+    result.traffic = [moved("all_gather", 3_000_000, 3_000_000), moved("exchange", 1_000_000, 1_000_000)]
+    begun = [line.split(":")[0].rstrip() for line in shown(result, monkeypatch).splitlines() if line.strip()]
+    assert begun[:3] == ["results", "loss", "held-out loss"]
+    text = " ".join(shown(result, monkeypatch).split())
+    assert "trained 2 steps in 1.0 s, 1,000 tokens/s (500 a rank); fullest rank at its peak: process 500.0 MB" in text
+    assert text.index("fullest rank") < text.index(result.slowest) < text.index("memory of rank 0: all 1 rows equal")
+    assert (
+        "memory of rank 0: all 1 rows equal to their formulas, or at most: communication buffers 31.2 GB; 77 B" in text
+    )
+    assert "traffic of rank 0: all 2 rows equal to their formulas: 4 MB sent, 2 MB a step" in text
+    assert f"{LARGE:,}" not in text
+    assert "to the byte: zero3d report runs/mine, or log.report=full" in text
+    result.config = load(None, ["log.report=full"])
+    full = shown(result, monkeypatch)
+    assert f"{LARGE:,}" in full
+    assert "to the byte" not in full
+
+
+def row(consumer, measured, formula=None, agrees=True, place="device"):
+    return MemoryRow(consumer, "fp32", measured if formula is None else formula, False, measured, agrees, place)
+
+
+def test_rows_that_differ_are_named_with_both_figures():
+    rows = [
+        row("parameters", 1_000_000),
+        row("gradients", 5, 4, agrees=False),
+        row("activations", 7, None, agrees=None),
+    ]
+    head, wrong = memory_verdict(rows, 9)
+    assert head.startswith("memory of rank 0: 1 of 2 rows NOT equal to their formulas, or at most: parameters 1 MB")
+    assert wrong == "  gradients: 5 bytes measured, 4 by formula"
+    said = traffic_verdict([moved("all_gather", 1, 1), moved("exchange", 2, 3)], 2)
+    assert said == "traffic of rank 0: 1 of 2 rows NOT equal to their formulas (exchange): 4 B sent, 2 B a step"
+    assert traffic_verdict([], 2) == "traffic of rank 0: one rank sends nothing"
+
+
+@pytest.mark.parametrize(("padding", "explained"), [(300, False), (301, True)])
+def test_padding_is_explained_where_it_is_more_than_a_tenth_of_the_states(padding, explained):
+    rows = [row(name, 1000) for name in ("parameters", "gradients", "optimizer states")]
+    rows += [row("activations", 10_000), row("padding", padding), row("optimizer states", 9_000, place="host")]
+    lines = list(memory_verdict(rows, 9))
+    assert [line for line in lines if "shards" in line] == lines[1:]
+    assert len(lines) == 1 + explained

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from zero3d.checkpoint.folders import MANIFEST
 from zero3d.checkpoint.host_copy import HostCopy, copy_bytes, fill
-from zero3d.checkpoint.save import Captured, Facts, Target, capture, prepare, save, write_all
+from zero3d.checkpoint.save import Captured, Facts, Saved, Target, capture, prepare, save, write_all
 from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import json_text, removed_on_failure
 from zero3d.distributed.agreement import agree
@@ -44,10 +44,16 @@ from zero3d.zero.streams import ThreadStream, wait_for_device
 
 
 class SaveFigures(NamedTuple):
-    """What a save cost: seconds in which training waited for it, and the bytes of tensors that this rank writes."""
+    """What a save cost.
+
+    seconds  in which training waited for it
+    nbytes   of tensors that this rank writes
+    own      of those seconds, what this rank needed for files of its own, and did not wait for others
+    """
 
     seconds: float
     nbytes: int
+    own: float
 
 
 class Saves:
@@ -62,7 +68,7 @@ class Saves:
         self._threads: Comm | None = None
         self._copy, self._side = HostCopy(device, budget), ThreadStream(device)
         self._under_way: _UnderWay | None = None
-        self._seconds, self._nbytes = 0.0, 0
+        self._figures = SaveFigures(0.0, 0, 0.0)
         self.planned = 0
 
     @property
@@ -73,7 +79,8 @@ class Saves:
     @property
     def figures(self) -> SaveFigures:
         """What the last save has cost so far."""
-        return SaveFigures(self._seconds, self._nbytes)
+        figures = self._figures
+        return figures._replace(own=min(figures.own, figures.seconds))
 
     @property
     def over(self) -> bool:
@@ -87,7 +94,7 @@ class Saves:
         begun = time.monotonic()
         self.finish()
         saved = save(directory, engine(), to)
-        self._seconds, self._nbytes = time.monotonic() - begun, saved.nbytes
+        self._figures = SaveFigures(time.monotonic() - begun, saved.nbytes, saved.seconds)
         return saved.folder
 
     def reserve(self, engine: EngineState) -> None:
@@ -111,7 +118,7 @@ class Saves:
             self._under_way = agree(world, lambda: self._captured(state, target, budget))
         atexit.register(self._under_way.tell_unheard)
         self._under_way.start()
-        self._seconds = time.monotonic() - begun
+        self._figures = self._figures._replace(seconds=time.monotonic() - begun, own=0.0)
         return target.final
 
     def _captured(self, engine: EngineState, target: Target, budget: HostBudget | None) -> _UnderWay:
@@ -122,7 +129,7 @@ class Saves:
         own = {key: torch.empty_like(values, device="cpu").copy_(values) for key, values in captured.own.items()}
         captured = captured._replace(own=own)
         places = self._places(captured, engine, budget)
-        self._nbytes = captured.nbytes
+        self._figures = self._figures._replace(nbytes=captured.nbytes)
         self._side.follow()
         assert self._threads is not None
         return _UnderWay(target, captured, places, facts, self._threads, self._side, self._device)
@@ -145,7 +152,11 @@ class Saves:
         if self._under_way is not None and self.copies:
             begun = time.monotonic()
             self._under_way.release()
-            self._seconds += time.monotonic() - begun
+            self._waited(begun)
+
+    def _waited(self, begun: float) -> None:
+        """Count what training has waited since a moment."""
+        self._figures = self._figures._replace(seconds=self._figures.seconds + time.monotonic() - begun)
 
     def wait(self) -> None:
         """Wait for the save under way, whatever comes of it."""
@@ -154,10 +165,14 @@ class Saves:
 
     def finish(self) -> Path | None:
         """Wait for the save under way and take note of it: its folder, None where there is none. Raises what it did."""
+        begun = time.monotonic()
         self.wait()
         ended, self._under_way = self._under_way, None
         if ended is None:
             return None
+        self._waited(begun)
+        if ended.saved is not None:
+            self._figures = self._figures._replace(own=ended.saved.seconds)
         atexit.unregister(ended.tell_unheard)
         if ended.failure is not None:
             raise ended.failure
@@ -168,6 +183,7 @@ class _UnderWay(Thread):
     """Owns one save: copies, writes and commits. A process waits for it at its end.
 
     released  whether the caller's stream waits for the copy, or need not
+    saved     what came of it
     failure   what it raised; on all ranks alike
     """
 
@@ -183,6 +199,7 @@ class _UnderWay(Thread):
     ) -> None:
         super().__init__(name=f"save of {target.final.name}", daemon=False)
         self.target, self.released = target, False
+        self.saved: Saved | None = None
         self.failure: BaseException | None = None
         self._captured = captured
         self._places = places
@@ -195,7 +212,7 @@ class _UnderWay(Thread):
 
     def run(self) -> None:
         try:
-            write_all(self.target, self._threads, self._copy, lambda: self._facts)
+            self.saved = write_all(self.target, self._threads, self._copy, lambda: self._facts)
         except BaseException as error:  # noqa: BLE001 (raised where it is taken note of)
             self.failure = error
         finally:

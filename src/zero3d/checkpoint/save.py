@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,10 +106,15 @@ class Facts(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is there, and the bytes of tensors that this rank has written into it."""
+    """A checkpoint that is there.
+
+    nbytes   of tensors that this rank has written into it
+    seconds  in which it has written its own files, and its disk taken them
+    """
 
     folder: Path
     nbytes: int
+    seconds: float
 
 
 class Target(NamedTuple):
@@ -141,13 +147,14 @@ def write_all(target: Target, world: Comm, capture: Callable[[], Captured], fact
     temporary, final = target.temporary, target.final
     with removed_on_failure(temporary, world):
         with Unsynced() as files:
-            sha256, nbytes = agree(world, lambda: _write_rank(temporary, capture(), files))
+            sha256, nbytes, seconds = agree(world, lambda: _write_rank(temporary, capture(), files))
             digests = _exchange_digests(world, sha256)
             agree(world, lambda: _complete(temporary, facts, digests if world.rank == 0 else (), files))
         agree(world, lambda: _publish(temporary, final) if world.rank == 0 else None)
     if target.to is not None:
         copy_to_store(final, target.to, world)
-    return Saved(final, nbytes)
+    seconds += sum(files.seconds[temporary / name(world.rank)] for name in (file_of, part_of))
+    return Saved(final, nbytes, seconds)
 
 
 def copy_to_store(folder: Path, url: str, world: Comm) -> None:
@@ -214,15 +221,16 @@ def capture(engine: EngineState) -> Captured:
     return Captured(rank, states, own, part)
 
 
-def _write_rank(temporary: Path, captured: Captured, files: Unsynced) -> tuple[str, int]:
-    """Write a rank's tensors, then its part of the manifest; return the SHA-256 of that, and the tensors' bytes."""
+def _write_rank(temporary: Path, captured: Captured, files: Unsynced) -> tuple[str, int, float]:
+    """Write a rank's tensors, then its part of the manifest; return that one's SHA-256, the tensors' bytes, seconds."""
+    begun = time.perf_counter()
     rank, file = captured.rank, file_of(captured.rank)
     checksums = write_tensors(temporary / file, {**captured.states, **captured.own}, files)
     path = temporary / part_of(rank)
     text = json_text(path, {"file": file, "xxh3_128": checksums.file, **captured.part, "xxh3_64": checksums.tensors})
     with _loadable(temporary):
         parse_part(parse_fields(text.encode(), path.name), rank, NEWEST)
-    return write_text(path, text, files), captured.nbytes
+    return write_text(path, text, files), captured.nbytes, time.perf_counter() - begun
 
 
 def own_state(engine: EngineState) -> tuple[dict[str, Tensor], Any]:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -52,11 +53,14 @@ class Unsynced:
     """Owns the files that a rank has written and that the disk may not have: open, for who syncs them must hear of it.
 
     Whoever leaves it without `sync` leaves files that a loss of power may take.
+
+    seconds  that the disk took for each
     """
 
     def __init__(self) -> None:
         self._files: dict[Path, BinaryIO] = {}
         self._closing = ExitStack()
+        self.seconds: dict[Path, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +77,11 @@ class Unsynced:
     def sync(self) -> None:
         """Have the disk take all of them. Raises CheckpointError."""
         for path, file in self._files.items():
+            begun = time.perf_counter()
             with told(path, file.tell()):
                 file.flush()
                 os.fsync(file.fileno())
+            self.seconds[path] = time.perf_counter() - begun
 
 
 @contextmanager

@@ -33,6 +33,7 @@ EXPORTS = ("adapter", "merged", "both")
 ENDPOINTS = PROMETHEUS, OTEL = "prometheus", "otel"  # trackers that others ask, or that send to a collector
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio", *ENDPOINTS)  # and the extras of these names
 EVENTS = STRAGGLER, NONFINITE, END = "straggler", "nonfinite", "end"  # of log.on
+SHORT, FULL = "short", "full"  # reports at the end of a run
 GIVEN, NARROW = "given", "narrow"  # of plan.links: what the file says; among all ways, those that round, too
 
 
@@ -488,10 +489,17 @@ class Log:
     on: Mapping[str, str] | None = key(
         None,
         "shell commands, as {EVENT: COMMAND}, that rank 0 starts with facts in their environment and never waits for: "
-        "straggler, a rank that makes the others wait; nonfinite, a step skipped for a loss or norm that is not "
+        "straggler, a rank that is slower than its peers; nonfinite, a step skipped for a loss or norm that is not "
         "finite, and giving up; end, a run that has finished, ended early, was stopped or failed",
         bits=None,
         choices=EVENTS,
+    )
+    report: str = key(
+        SHORT,
+        "what a run prints of memory and traffic at its end: short, whether they are those of the formulas; full, its "
+        "tables to the byte, which zero3d report prints in any case",
+        bits=None,
+        choices=(SHORT, FULL),
     )
 
     @property

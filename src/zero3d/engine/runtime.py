@@ -127,7 +127,7 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
     """Put the runtime around units, and hooks on the modules that use them."""
     axes, chunks, order = base.axes, base.partition.chunks, base.order
     policy, precision = base.policy, base.precision
-    pipelined = axes.pp.size > 1
+    pipelined, heartbeat = axes.pp.size > 1, base.mesh.heartbeat
     model_group = _model_group(base, units)
     optimizer = order.optimizer(
         units,
@@ -139,7 +139,7 @@ def start(base: Foundation, units: list[Unit], tiers: Tiers | None, slots: Slots
         base.options.clip_norm,
         model_group,
     )
-    clocks = Clocks(axes.arena.device)
+    clocks = Clocks(axes.arena.device, waited=lambda: heartbeat.waited)
     if tiers is not None:
         optimizer.updates = tiers.updates(optimizer, axes.arena, clocks)
     gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined, clocks)

@@ -9,6 +9,8 @@ resume             the checkpoint that a run goes on from, loaded into engine an
 resume_settings    settings of a resumed run: compared with the earlier ones, and chosen
 loop               steps, evaluations, checkpoints, stops
 loop_state         how far a run is, as a checkpoint keeps it
+stragglers         ranks slower than their peers, found in what each takes of its own (no torch)
+rank_watch         what ranks tell of that, and what a run says of it
 criterion          which evaluation is the best one, and when a run ends early
 evaluations        results of an evaluation: the held-out loss, of each source of a mixture too
 own_values         values of a user's own function at each evaluation

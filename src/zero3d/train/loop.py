@@ -33,7 +33,7 @@ from zero3d.models.packing import as_row, placed
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.criterion import Criterion
-from zero3d.train.device_memory import memory_bytes, reserved_bytes
+from zero3d.train.device_memory import memory_bytes, memory_peak, reserved_bytes
 from zero3d.train.evaluations import Evaluations
 from zero3d.train.event_commands import EventCommands, facts_of
 from zero3d.train.flops import peak_flops
@@ -43,7 +43,8 @@ from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.planner import Check
 from zero3d.train.profiler import Tracer
-from zero3d.train.progress import LINES, Progress
+from zero3d.train.progress import Progress
+from zero3d.train.rank_watch import RankWatch
 from zero3d.train.resume_hints import ANEW, ResumeHints, after_corruption, none_applied, skip_limit, too_many_skips
 from zero3d.train.saving import Saving
 from zero3d.train.spikes import SpikeWatch
@@ -52,7 +53,7 @@ from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.zero.optimizer import is_not_finite
-from zero3d.zero.step_parts import DATA, OverRanks
+from zero3d.zero.step_parts import DATA, PARTS, OverRanks
 
 SHARED = 3  # numbers that each rank tells the others in a step
 
@@ -94,7 +95,9 @@ class Loop:
         self.evaluations = Evaluations(config, engine, validation, stream.portions.micro_batch, self.on_device)
         self.criterion = Criterion.of(config.evaluate)
         self.state = self.state.by(self.criterion)
-        self.saving = Saving(config.checkpoint, engine, folder, partial(self._tell, "on_save"))
+        self.ranks = RankWatch(engine)
+        tell = partial(self._tell, "on_save")
+        self.saving = Saving(config.checkpoint, engine, folder, tell, self.ranks.saved)
         self._hints = ResumeHints(folder, config, engine.world.size)
         self._steps_at_start = engine.steps  # applied
         self._skip_limit = skip_limit(config.health)
@@ -129,6 +132,7 @@ class Loop:
         Raises Stopped, after a checkpoint, when a signal asks for it; NonFiniteError; ConfigError of a user's own code.
         """
         self._last_step = steps = steps if self.why_over is None else self.state.step
+        self.ranks.begin(steps, self.config.log.every)
         if self.config.checkpoint.asynchronous:
             with self.traffic.excluded():
                 self.engine.reserve_saves()
@@ -148,6 +152,7 @@ class Loop:
                     record = self.step(request)
                 stop_signal = self._add_totals(record)
                 self._note_spike(record, progress)
+                self._note_slow_rank(progress)
                 last = step == steps
                 if self.evaluations.any:
                     if stop_signal and last and not self.stuck:
@@ -220,31 +225,28 @@ class Loop:
     def _share(self, request: StopRequest, tokens: int) -> Tensor:
         """Return of every rank the signal that asks it to stop or 0, its tokens, if its save is over; on the device.
 
-        If a record shall report the times of a step's parts, also the least, mean and largest of these over ranks.
+        If a record shall report the times of a step's parts, also the least, mean and largest of these over ranks, and
+        what ranks tell of their own seconds.
         """
         local = [float(request.signal or 0), float(tokens), float(self.engine.save_is_over)]
-        if self._tells_times:
-            local += self.engine.clocks.window()
+        tells = self.ranks.due(self.state.step + 1)
+        if tells:
+            local += self.engine.clocks.window() + self.ranks.tell(len(self.history))
         with self.traffic.excluded():
             told = self.engine.world.exchange(device_values(local, self.engine.mesh.device))
-        times = told[:, SHARED:]
-        over_ranks = [times.amin(0), times.mean(0), times.amax(0)] if self._tells_times else []
+        times, own = told[:, SHARED : SHARED + len(PARTS)], told[:, SHARED + len(PARTS) :]
+        over_ranks = [times.amin(0), times.mean(0), times.amax(0), own.flatten()] if tells else []
         return torch.cat([told[:, :SHARED].flatten(), *over_ranks])
-
-    @property
-    def _tells_times(self) -> bool:
-        """Whether the step under way reports the times of parts of the steps before it."""
-        step, every = self.state.step + 1, self.config.log.every or max(1, self._last_step // LINES)
-        return step == self._last_step or _due(step, every)
 
     def _times(self, flat: Sequence[float]) -> Record:
         """Return the fields of a record, of the least, mean and largest of each part; none where steps are too few."""
-        if not any(flat):
+        many = len(PARTS)
+        if not any(flat[: many * len(OverRanks._fields)]):
             return {}
-        many = len(flat) // len(OverRanks._fields)
         over_ranks = OverRanks(*(flat[place * many : (place + 1) * many] for place in range(len(OverRanks._fields))))
         self.engine.clocks.hear(over_ranks)
-        return fields(over_ranks, self.engine.world.size)
+        own = flat[many * len(OverRanks._fields) :]
+        return fields(over_ranks, self.engine.world.size) | self.ranks.hear(self.state.step + 1, own)
 
     @property
     def _is_read_next(self) -> bool:
@@ -261,6 +263,7 @@ class Loop:
             with (
                 self.engine.mesh.heartbeat.phase("compile" if compiles else TRAINING),
                 health.tracing() if health.is_last(self._skip_limit) or self._is_last_chance else nullcontext(),
+                self.ranks.computing(),
             ):
                 self.engine.train_batch(batches, besides, wait=self._is_read_next)
         except NonFiniteError as error:  # of fp16's smallest loss scale
@@ -342,9 +345,13 @@ class Loop:
         rate = tokens / record["seconds"]
         peak = peak_flops(self._device_name, self.engine.precision.name)
         record |= {"tokens": self.state.tokens, "tokens_per_s": rate, "skipped": self.state.skipped}
-        record |= {"mfu": rate * self._flops / (peak * mesh.world)} if peak else {}
+        flops = rate * self._flops / mesh.world
+        record |= {"tokens_per_s_per_rank": rate / mesh.world, "tflops_per_rank": flops / 1e12}
+        record |= {"mfu": flops / peak} if peak else {}
+        record |= {"wait_s": self.ranks.waits, "save_wait_s": self.ranks.take_waited()}
         reserved = reserved_bytes(self.engine)
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
+        record["peak_memory_bytes"] = memory_peak(self.engine)
         record |= {} if reserved is None else {"reserved_bytes": reserved}
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(max(signals))
@@ -360,6 +367,11 @@ class Loop:
             f"step {record['step']}: loss {spike.loss:.4f} is far above those of the last {spike.steps} steps, whose "
             f"median is {spike.usual:.4f}; its {batch} sequences begin at number {first} of epoch {epoch}"
         )
+
+    def _note_slow_rank(self, progress: Progress) -> None:
+        """Say of a rank that is slower than its peers."""
+        if (slow := self.ranks.news()) is not None:
+            progress.say(f"step {self.state.step}: {slow.line(self.ranks.hosts)}")
 
     def _check_plan(self, progress: Progress) -> None:
         """Print plan against actual, once, where a run has that."""
@@ -412,7 +424,7 @@ class Loop:
         self._finish_save()
         value = self.criterion.value(record) if self._best_is_new(record) else None
         best = self.saving.best if value is None else (self.engine.steps, value)
-        with self.traffic.excluded():
+        with self.traffic.excluded(), self.ranks.saving():
             self._check_weights()
             self.saving.save(asdict(replace(self.state, best=best)), best, must)
         self.state = replace(self.state, best=self.saving.best)
@@ -420,7 +432,7 @@ class Loop:
 
     def _finish_save(self, ends: bool = False) -> None:
         """Wait for a save behind training, and note its outcome. Raises CheckpointError."""
-        with self.traffic.excluded():
+        with self.traffic.excluded(), self.ranks.saving() if self.saving.under_way else nullcontext():
             self.saving.finish(ends)
         self.state = replace(self.state, best=self.saving.best)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.config import Config, to_dict
+from zero3d.config.sections import FULL
 from zero3d.engine.report_view import steps_in_words
 from zero3d.expert_parallel.traffic import Busiest
 from zero3d.spec.tiers import DEVICE
@@ -27,17 +28,17 @@ CURVE = 10  # steps from which a curve is drawn
 
 
 def show(result: Result, console: Console) -> None:
-    """Print everything and write loss.png; of a session without a step nothing but where its run's results are."""
+    """Print everything and write run.png; of a session without a step nothing but where its run's results are."""
     if result.steps:
         show_session(result, console)
-    for line in summary(result):
+    for line in (*summary(result), *verdicts(result)):
         console.print(Text(line), soft_wrap=True)
     if result.steps:
         console.print(Text(write_png(result)), soft_wrap=True)
 
 
 def show_session(result: Result, console: Console) -> None:
-    """Print what this session's steps were: the curve, a sample, memory and traffic."""
+    """Print what this session's steps were: the curve, a sample; memory and traffic to the byte where that is asked."""
     if console.encoding.startswith("utf") and len(result.history) >= CURVE:
         console.print(Text("\nloss (nats per token), running average", style="bold"))
         for line in as_text(smooth(losses(result.history))):
@@ -47,6 +48,8 @@ def show_session(result: Result, console: Console) -> None:
         console.print(Text(f"\na sample that starts with {prompt!r}:", style="bold"))
         console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())), soft_wrap=True)
     console.print()
+    if result.config.log.report != FULL:
+        return
     console.print(memory_table(result))
     console.print()
     if any(row.place != DEVICE for row in result.memory):
@@ -73,16 +76,21 @@ OF_BASE = "on the base in full precision, before it was quantised (model.quantiz
 
 
 def summary(result: Result) -> Iterator[str]:
-    """Yield the losses and where everything is."""
-    if result.steps:
-        most = held(result.peak_memory, result.peak_reserved)
-        yield f"trained {steps_of(result)} in {result.seconds:.1f} s; fullest rank at its peak: {most}"
-        yield from where_it_went(of_history(result.steps))
+    """Yield where the results are, the losses, how fast it was, and all else that was found."""
+    yield f"results: {result.folder.root}"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
+    if result.history:
+        last = losses(result.history)
+        yield f"loss: {last[-1]:.6f} in the last step, {smooth(last)[-1]:.4f} on the average of the last ones"
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
     if math.isfinite(result.averaged_loss):
         yield f"held-out loss of averaged weights: {result.averaged_loss:.6f} nats per token"
+    if result.steps:
+        yield _pace(result)
+        yield from where_it_went(of_history(result.steps))
+        if result.slowest is not None:
+            yield result.slowest
     if result.of_sources:
         yield f"of each source: {', '.join(f'{name} {loss:.6f}' for name, loss in result.of_sources.items())}"
     if result.values:
@@ -101,6 +109,30 @@ def summary(result: Result) -> Iterator[str]:
     if result.fingerprint and result.history:
         yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
     yield f"checkpoint: {shown_path(result.checkpoint)}    metrics: {result.folder.metrics}"
+
+
+def _pace(result: Result) -> str:
+    """Return how long the session took, how fast its steps were, and what the fullest rank held."""
+    steady = result.steps[1:] or result.steps  # the first step also allocates
+    rate = statistics.median(record["tokens_per_s"] for record in steady)
+    used = [record["mfu"] for record in steady if record.get("mfu")]
+    mfu = f", MFU {statistics.median(used):.1%}" if used else ""
+    most = held(result.peak_memory, result.peak_reserved)
+    each = f" ({rate / result.ranks:,.0f} a rank)" if result.ranks > 1 else ""
+    return (
+        f"trained {steps_of(result)} in {result.seconds:.1f} s, {rate:,.0f} tokens/s{each}{mfu}; fullest rank at its "
+        f"peak: {most}"
+    )
+
+
+def verdicts(result: Result) -> Iterator[str]:
+    """Yield memory and traffic of this session in a line each: whether they are those of the formulas."""
+    if not result.steps:
+        return
+    yield from tables.memory_verdict(result.memory, result.peak_held)
+    yield tables.traffic_verdict(result.traffic, len(result.steps))
+    if result.config.log.report != FULL:
+        yield f"to the byte: zero3d report {result.folder.root}, or log.report={FULL} in a run"
 
 
 def steps_of(result: Result) -> str:

@@ -76,6 +76,7 @@ class Result:
     exports        folders that were written; reloaded_by: the class that has loaded the first of them
     values         of evaluate.function, at the last evaluation
     ended_early    why the run ended before its last step, or None
+    slowest        the last rank that was slower than its peers, in words; None where none was
     """
 
     config: Config
@@ -104,6 +105,7 @@ class Result:
     averaged_loss: float = math.nan
     values: Mapping[str, float] = field(default_factory=dict)
     ended_early: str | None = None
+    slowest: str | None = None
 
     @property
     def exported_loss(self) -> float:
@@ -290,6 +292,7 @@ def _finish(
         expert_load=expert_load,
         values=loop.evaluations.values,
         ended_early=loop.why_over,
+        slowest=loop.ranks.line,
     )
 
 

@@ -36,15 +36,21 @@ class Saving:
     steps   applied steps of the one that was begun last, committed or not
     best    the best of the committed ones and the one under way
     tell    is given the folder of every checkpoint that is committed
+    wrote   is given the seconds of each in which training waited for files of this rank
     """
 
     def __init__(
-        self, config: Checkpoint, engine: Engine, folder: Folder, tell: Callable[[Path], None] = lambda _: None
+        self,
+        config: Checkpoint,
+        engine: Engine,
+        folder: Folder,
+        tell: Callable[[Path], None] = lambda _: None,
+        wrote: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._folder = folder
-        self._tell = tell
+        self._tell, self._wrote = tell, wrote
         self.newest, self.steps = folder.checkpoints, engine.steps
         self.best: Best = None
         self._first = engine.steps  # checkpoints of an abandoned course go once this one has come further
@@ -57,6 +63,11 @@ class Saving:
         self.newest, self.best = newest or self.newest, best
         if from_slots:
             self.steps = NEVER
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save goes on behind training."""
+        return self._under_way is not None
 
     @property
     def has_any(self) -> bool:
@@ -100,6 +111,7 @@ class Saving:
     def _committed(self, folder: Path, begun: _Begun, copied: bool = True) -> None:
         """Take over a checkpoint; older ones go, but the best, of the store's once it has this one."""
         self.newest = folder
+        self._wrote(self._engine.save_figures.own)
         if self._engine.world.rank == 0 and begun.steps > self._first:
             chosen = begun.steps, self._config.keep, None if begun.best is None else begun.best[0]
             self._folder.prune(*chosen)
@@ -126,5 +138,5 @@ class Saving:
         if self._told:
             return {}
         self._told = True
-        seconds, nbytes = self._engine.save_figures
+        seconds, nbytes, _ = self._engine.save_figures
         return {"save_seconds": seconds, "save_bytes": nbytes}

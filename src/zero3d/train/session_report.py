@@ -107,6 +107,8 @@ class SessionReport:
             "ranks": engine.world.size,
             "stage": engine.stage,
             "precision": engine.precision.name,
+            "hosts": self._loop.ranks.hosts,
+            "slowest": self._loop.ranks.line,
             "peak_held": self.peak_held,
             "memory": [row.as_json() for row in self.memory],
             "traffic": [row.as_json() for row in self.traffic],

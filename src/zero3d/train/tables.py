@@ -5,7 +5,7 @@ A run prints them from its rows, `zero3d report` from the rows in report.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from rich import box
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.account.traffic import Moved
+from zero3d.spec.text import size
 from zero3d.spec.tiers import DEVICE
 
 BUFFERS = {
@@ -21,6 +22,7 @@ BUFFERS = {
     "wire": "communication buffers",
     "received": "received activations",
 }
+STATES = ("parameters", "gradients", "optimizer states")
 STAGING = {"wire": "staging buffers"}  # off the device
 
 
@@ -141,6 +143,50 @@ def traffic_table(rows: Sequence[TrafficRow], ranks: int, steps: str) -> Table:
         table.add_row(row.op, *figures, _verdict(row.equal, at_most=False), f"{row.formula.bytes:,}")
     table.caption = "equal: calls, elements and bytes of every unit." if rows else "one rank sends nothing."
     return table
+
+
+MUCH_PADDING = 0.1  # of parameters, gradients and optimizer states
+
+
+def memory_verdict(rows: Sequence[MemoryRow], peak_held: int) -> Iterator[str]:
+    """Yield the table of memory in lines: whether measured bytes are those of the formulas, how many, and why padding.
+
+    peak_held  see `memory_table`
+    """
+    judged = [row for row in rows if row.agrees is not None]
+    wrong = [row for row in judged if not row.agrees]
+    words = _all_rows(len(judged), len(wrong), "equal to their formulas, or at most")
+    amounts = [f"{shown(row.consumer, row.place)} {size(row.measured)}" for row in rows if row.measured]
+    yield f"memory of rank 0: {words}: {', '.join(amounts)}; {size(peak_held)} at the fullest"
+    yield from (
+        f"  {shown(row.consumer, row.place)}: {row.measured:,} bytes measured, {row.formula or 0:,} by formula"
+        for row in wrong
+    )
+    sizes = {row.consumer: row.measured for row in rows if row.place == DEVICE}
+    states, padding = sum(sizes.get(name, 0) for name in STATES), sizes.get("padding", 0)
+    if padding > MUCH_PADDING * states:
+        yield (
+            f"  padding is {padding / states:.0%} of the states on the device: ranks have equally large shards of each "
+            "unit, in whole blocks of 256 elements; it shrinks with larger layers or fewer ranks over which states are "
+            "cut (mesh.shard)"
+        )
+
+
+def traffic_verdict(rows: Sequence[TrafficRow], steps: int) -> str:
+    """Return the table of traffic in a line. steps: of the session."""
+    if not rows:
+        return "traffic of rank 0: one rank sends nothing"
+    wrong = [row for row in rows if not row.equal]
+    sent = sum(row.measured.bytes for row in rows)
+    named = f" ({', '.join(row.op for row in wrong)})" if wrong else ""
+    words = _all_rows(len(rows), len(wrong), "equal to their formulas")
+    return f"traffic of rank 0: {words}{named}: {size(sent)} sent, {size(sent // max(1, steps))} a step"
+
+
+def _all_rows(rows: int, wrong: int, verdict: str) -> str:
+    if wrong:
+        return f"{wrong} of {rows} rows NOT {verdict}"
+    return f"all {rows} rows {verdict}"
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:

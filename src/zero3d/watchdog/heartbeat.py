@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,12 +68,16 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """Owns one rank's record; `inside` is a context manager of its own, since calls end in the order of a stack."""
+    """Owns one rank's record; `inside` is a context manager of its own, since calls end in the order of a stack.
+
+    waited  seconds of this process inside of such calls, so far
+    """
 
     def __init__(self, file: Path | None, memory: mmap.mmap | None = None) -> None:
         self._file, self._memory = file, mmap.mmap(-1, SIZE) if memory is None else memory
         self._names: dict[tuple[str, str, str], bytes] = {}
         self._counts: dict[tuple[str, str], int] = {}
+        self.waited = self._since = 0.0
 
     @classmethod
     def begin(cls, folder: Path | None, rank: int, phase: str) -> Self:
@@ -112,6 +117,8 @@ class Heartbeat:
         memory, key = self._memory, (axis, op, unit)
         names = self._names.get(key) or self._named(key)
         sequence, depth = _HEAD.unpack_from(memory, 0)
+        if depth == 0:
+            self._since = time.perf_counter()
         _HEAD.pack_into(memory, 0, sequence | 1, depth + 1)
         _OF_CALL.pack_into(memory, _CALL, number, ALL if peer is None else peer, names)
         _NUMBER.pack_into(memory, 0, (sequence | 1) + 1)
@@ -119,6 +126,8 @@ class Heartbeat:
     def leave(self) -> None:
         """Say that the call is over that began last."""
         sequence, depth = _HEAD.unpack_from(self._memory, 0)
+        if depth == 1:
+            self.waited += time.perf_counter() - self._since
         _HEAD.pack_into(self._memory, 0, sequence | 1, depth - 1)
         _NUMBER.pack_into(self._memory, 0, (sequence | 1) + 1)
 

@@ -16,5 +16,6 @@ optimizer                          the step: norm, clip, update, refresh
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
 model_group                        what the ranks that share one copy of the model agree on in a step
 step_parts, clocks                 the parts of a step that take time, by name; seconds of each
+own_seconds                        what each step takes of a rank without its waits, by which slow ranks are found
 exact                              the same bits at any number of data-parallel ranks
 """

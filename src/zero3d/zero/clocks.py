@@ -4,18 +4,22 @@
     on an accelerator  time of the stream that computes, between events at which one part ends and the next begins
 
 Nothing waits for an event: those of a step are read when the device has passed them, which is a step later.
+
+Of each step a rank's own seconds are kept, too (`own`, own_seconds.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
 
-from zero3d.zero.step_parts import OTHER, PARTS, WHOLE, OverRanks, PartTime
+from zero3d.zero.own_seconds import OwnSeconds
+from zero3d.zero.step_parts import OTHER, PARTS, WHOLE, OverRanks, OwnStep, PartTime
 from zero3d.zero.streams import compute_stream
 
 PENDING = 4096  # events between two looks at them
@@ -39,13 +43,16 @@ class _Inside:
 class Clocks:
     """Adds up the seconds of each part.
 
-    steps  whose seconds have been read
+    steps   whose seconds have been read
+    waited  the seconds that this process has spent in calls that wait for peers, so far
     """
 
-    def __init__(self, device: torch.device, on: bool = True) -> None:
+    def __init__(self, device: torch.device, on: bool = True, waited: Callable[[], float] = float) -> None:
         """Begin between two steps, in no part."""
         self._on = on
         self.steps = 0
+        self._waited, self._before = waited, waited()
+        self._own = OwnSeconds(device.type != "cpu")
         self._device = device
         self._inside = {part: _Inside(self, part) for part in PARTS}
         self._parts = [OTHER]  # the running one comes last, behind those that it interrupts
@@ -68,6 +75,7 @@ class Clocks:
     def on(self, on: bool) -> None:
         if on and not self._on:
             self._last, self._running = time.perf_counter(), self._parts[-1]
+            self._before = self._waited()
             self._events.clear()
         self._on = on
 
@@ -109,13 +117,15 @@ class Clocks:
             if len(self._events) % PENDING == 0:
                 self._read()
         else:
-            now = time.perf_counter()
+            now, waited = time.perf_counter(), self._waited()
+            self._own.wait(self._running, waited - self._before)
             self._add(now - self._last, part)
-            self._last = now
+            self._last, self._before = now, waited
 
     def _add(self, seconds: float, following: str | None) -> None:
         """Give the running part its seconds; another follows, or a step ends."""
         self._seconds[self._running] += seconds
+        self._own.add(self._running, seconds)
         if following is not None:
             self._running = following
             return
@@ -124,6 +134,7 @@ class Clocks:
             self._first = dict(self._seconds)
             self._told = 1, 1, dict(self._seconds)
         self._ended = self.steps, dict(self._seconds)
+        self._own.end_step(self.steps)
 
     def _read(self) -> None:
         """Read what the device has passed. A caller's own stream may pass an event before the one that precedes it."""
@@ -133,6 +144,11 @@ class Clocks:
             self._free.append(begun)
 
     # --- what has been measured -----------------------------------------------------------------
+
+    @property
+    def own(self) -> Sequence[OwnStep]:
+        """What the last steps took of this rank's own time."""
+        return self._own.steps
 
     def window(self) -> list[float]:
         """Return the seconds of each part in a step since the last call, in the order of PARTS; zeros of none.

@@ -27,6 +27,19 @@ WORDS = {  # in a line
     REDUCTIONS: "waits for reductions",
     BUBBLE: "waits for other stages",
 }
+COMPUTE, BY_HOST = "compute", "host"
+OWN = {  # of which of a rank's own seconds a part is; a save's are the run's to count, since ranks wait in it
+    DATA: DATA,
+    FORWARD: COMPUTE,
+    BACKWARD: COMPUTE,
+    GATHERS: COMPUTE,  # of these, what is no wait: copies and sums
+    REDUCTIONS: COMPUTE,
+    BUBBLE: COMPUTE,
+    UPDATE: COMPUTE,
+    OFFLOAD: BY_HOST,
+    OTHER: BY_HOST,
+}
+MEETINGS = (GATHERS, REDUCTIONS, BUBBLE, UPDATE)  # on an accelerator the stream waits for peers inside of these
 WHOLE = (EVALUATION, SAVES)  # what happens inside of these is theirs
 
 
@@ -50,3 +63,22 @@ class OverRanks(NamedTuple):
     least: Sequence[float]
     mean: Sequence[float]
     largest: Sequence[float]
+
+
+class OwnStep(NamedTuple):
+    """A rank's own seconds in one step, without its waits for others, without evaluations and saves.
+
+    step   its number among the steps that were measured, from 1
+    waits  for other ranks
+    """
+
+    step: int
+    compute: float
+    data: float
+    host: float
+    waits: float
+
+    @property
+    def total(self) -> float:
+        """All of its own."""
+        return self.compute + self.data + self.host

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zero3d.tools.doctor.finding import Finding, Request
     from zero3d.tools.doctor.table import Probe
 
-RUN = "run"  # the row of a dead run
+RUN, SLOW_RANK = "run", "slow rank"  # the row of a dead run, and of a rank that is slower than its peers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         metavar="OUTPUT",
         dest="output",
-        help="show what the watchdog of a run has written, and examine nothing else",
+        help="show what the watchdog of a run has written, and a rank that is slow, and examine nothing else",
     )
     parser.add_argument("--only", metavar="NAME,...", default="", help="run only these probes")
     parser.add_argument(
@@ -125,6 +125,7 @@ def calibrated(file: str) -> tuple[dict[str, float], str]:
 def examine_run(arguments: argparse.Namespace) -> int:
     """Read what the watchdogs of a run have written, and print it."""
     from zero3d.tools.doctor.dead_run import judge_run, judge_silence, read_runs
+    from zero3d.tools.doctor.slow_rank import judge_slow_rank
 
     begun = time.monotonic()
     output = Path(arguments.output)
@@ -133,7 +134,10 @@ def examine_run(arguments: argparse.Namespace) -> int:
     findings = {
         RUN if alone else f"{RUN} @ {run.host or number}": judge_run(run, output) for number, run in enumerate(dead)
     }
-    return conclude(arguments, findings or {RUN: judge_silence(output)}, {}, time.monotonic() - begun, dead)
+    findings = findings or {RUN: judge_silence(output)}
+    if (slow := judge_slow_rank(output)) is not None:
+        findings[SLOW_RANK] = slow
+    return conclude(arguments, findings, {}, time.monotonic() - begun, dead)
 
 
 def examine_hosts(arguments: argparse.Namespace, probes: list[Probe], request: Request) -> int:

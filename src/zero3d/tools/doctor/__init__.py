@@ -16,6 +16,7 @@ limits        limits of a process, leftovers of dead runs
 together      the hosts of a launcher's job, one with another; links: the pace between each two neighbours
 preflight     which findings stop a job
 dead_run      the watchdog's file of a run
+slow_rank     a rank that a run found slower than its peers
 view          a table for people, JSON for programs
 
 No torch at import; processes that need it import it inside.

@@ -1,0 +1,272 @@
+"""Ranks that are slower than their peers in a healthy run, by the seconds that each takes of its own. No torch.
+
+    peers     ranks of the same pipeline stage, who do alike; a rank is compared with the median of the others
+    in steps  compute, data, host: the mean of its excess over the last KEPT steps, without the lowest and the highest
+              quarter of them, so that pauses in some steps are no slowness
+    in saves  its excess in the last saves, of the time of all steps since the save before
+
+It is told of when the excess is at least LEAST of a step, LEAST_SECONDS, and FAR standard errors: its own scatter, or
+what is usual among ranks where that is more. `tests/unit/test_stragglers.py` has how often that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+from zero3d.zero.step_parts import BY_HOST, COMPUTE, DATA, OwnStep
+
+SAVE = "save"
+KINDS = (COMPUTE, DATA, SAVE, BY_HOST)
+KEPT, ENOUGH = 50, 20  # steps that are looked at, and how many must be there
+SAVES, ENOUGH_SAVES = 10, 4
+LEAST, LEAST_SECONDS, FAR = 0.03, 0.001, 6.0
+SLOWER = LEAST / 2  # in a step that counts as one in which a rank was slower
+OFTEN = 0.6  # of the steps, or of the saves: it must be slower in more of them
+CUT = 0.25  # of the steps, at each end
+NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
+MOST_NUMBERS = 1 << 15  # in a message of all ranks
+ON_A_CORE = 0.8  # of a computing thread's time: who has less was taken off its core, or waits
+FIELDS = ("slowest_rank", "slowest_over", "slowest_steps", "slowest_of_steps")
+
+
+class Slow(NamedTuple):
+    """The slowest rank.
+
+    over       its own seconds of a step over the median of its peers, as a share of these
+    times, of  in how many of how many steps it was slower than its peers by SLOWER at least, or saves by LEAST
+    seconds    of a step over the median of its peers, by kind; the largest is the reason
+    on_core    share of its computing thread's own seconds in which that ran on a core; NaN where nobody knows
+    """
+
+    rank: int
+    over: float
+    times: int
+    of: int
+    seconds: Mapping[str, float]
+    on_core: float = math.nan
+
+    @property
+    def part(self) -> str:
+        """What it is slow in."""
+        return max(KINDS, key=lambda kind: self.seconds[kind])
+
+    def fields(self) -> dict[str, float]:
+        """Return the fields of a record."""
+        numbers = (self.rank, self.over, self.times, self.of)
+        by_kind = {f"slowest_{kind}_s": self.seconds[kind] for kind in KINDS}
+        core = {} if math.isnan(self.on_core) else {"slowest_on_core": self.on_core}
+        return dict(zip(FIELDS, numbers, strict=True)) | by_kind | core
+
+    @classmethod
+    def of_fields(cls, record: Mapping[str, object]) -> Slow | None:
+        """Return what a record has the fields of; None where it has none."""
+        names = (*FIELDS, *(f"slowest_{kind}_s" for kind in KINDS))
+        numbers = [value for name in names if isinstance(value := record.get(name), (int, float))]
+        if len(numbers) < len(names) or not all(map(math.isfinite, numbers)):
+            return None
+        rank, over, times, of = numbers[: len(FIELDS)]
+        core = record.get("slowest_on_core")
+        seconds = dict(zip(KINDS, numbers[len(FIELDS) :], strict=True))
+        return cls(int(rank), over, int(times), int(of), seconds, core if isinstance(core, float) else math.nan)
+
+    def line(self, hosts: Sequence[str] = ()) -> str:
+        """Say it. hosts: of each rank, where they are known."""
+        where = f" ({hosts[self.rank]})" if self.rank < len(hosts) else ""
+        what = "saves" if self.part == SAVE else "steps"
+        core = self.on_core if self.part == COMPUTE and self.on_core < ON_A_CORE else math.nan
+        off = "" if math.isnan(core) else f" (its thread was on a core in {100 * core:.0f} % of that time)"
+        many = f"+{100 * self.over:.0f} % over the median in {self.times} of {self.of} {what}"
+        return f"slowest rank {self.rank}{where}: {many}: {self.part}{off}"
+
+
+# --- what ranks tell each other -----------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """What a rank tells of the steps since it told last.
+
+    totals   own seconds of each of the last steps, the newest last; NaN where there are fewer than are told
+    means    own seconds of a step, by kind
+    saves    that were among them
+    on_core  see `Slow`
+    """
+
+    totals: Sequence[float]
+    means: Mapping[str, float]
+    saves: float
+    on_core: float
+
+    def numbers(self) -> list[float]:
+        """Return them in a row."""
+        return [*self.totals, *(self.means[kind] for kind in KINDS), self.saves, self.on_core]
+
+    @classmethod
+    def of_numbers(cls, row: Sequence[float]) -> Window:
+        """Return what `numbers` made a row of."""
+        totals, means, (saves, on_core) = row[: -len(KINDS) - 2], row[-len(KINDS) - 2 : -2], row[-2:]
+        return cls(totals, dict(zip(KINDS, means, strict=True)), saves, on_core)
+
+
+def steps_told(every: int, ranks: int) -> int:
+    """Return of how many steps each rank tells its seconds, where it does so every so many: the message stays small."""
+    return max(1, min(every, KEPT, MOST_NUMBERS // ranks))
+
+
+class OwnTimes:
+    """Collects what this rank tells: its own seconds since it has told last. before: steps of earlier sessions."""
+
+    def __init__(self, before: int = 0) -> None:
+        self._before = before
+        self._told = before + 1  # the first step, which allocates and compiles, counts in none
+        self._save, self._saves = 0.0, 0
+        self._core = 0.0
+
+    def saved(self, seconds: float) -> None:
+        """Add a save, of which so many seconds were this rank's own."""
+        self._save, self._saves = self._save + seconds, self._saves + 1
+
+    def on_core(self, seconds: float) -> None:
+        """Add what the thread of a step has computed."""
+        self._core += seconds
+
+    def window(self, own: Iterable[OwnStep], last: int, told: int) -> Window:
+        """Return what to tell, up to step `last` of the session, which all ranks have measured; `told` totals."""
+        last += self._before
+        steps = [step for step in own if self._told < step.step <= last]
+        totals = [step.total for step in steps[-told:]]
+        many = max(1, len(steps))
+        means = {kind: sum(getattr(step, kind) for step in steps) / many for kind in (COMPUTE, DATA, BY_HOST)}
+        computing = sum(step.compute for step in steps)
+        core = min(1.0, self._core / computing) if computing and self._core else math.nan
+        window = Window(
+            [math.nan] * (told - len(totals)) + totals, means | {SAVE: self._save / many}, self._saves, core
+        )
+        self._told, self._core = max(self._told, last), 0.0
+        self._save, self._saves = 0.0, 0
+        return window
+
+
+# --- who is slow --------------------------------------------------------------------------------
+
+
+class _Saves(NamedTuple):
+    """What each rank's save took over its peers' median, of the time of a step, and in seconds."""
+
+    shares: list[float]
+    seconds: list[float]
+
+
+class Stragglers:
+    """Finds the slowest rank from what all ranks tell.
+
+    stages  the pipeline stage of each rank: who has the same does alike
+    """
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self._peers = [[rank for rank, each in enumerate(stages) if each == stage] for stage in sorted({*stages})]
+        self._peers = [peers for peers in self._peers if len(peers) > 1]
+        self._over: deque[list[float]] = deque(maxlen=KEPT)  # of each step, by rank: share of its peers' median
+        self._usual: deque[list[float]] = deque(maxlen=KEPT)  # that median
+        self._means: deque[tuple[int, list[dict[str, float]]]] = deque(maxlen=KEPT)  # steps, seconds over peers by kind
+        self._saves: deque[_Saves] = deque(maxlen=SAVES)
+        self._ranks = len(stages)
+
+    def hear(self, windows: Sequence[Window]) -> Slow | None:
+        """Take what the ranks tell, in their order; return the slowest one if it is far slower than its peers."""
+        if not self._peers:
+            return None
+        steps = 0
+        for totals in zip(*(window.totals for window in windows), strict=True):
+            if all(map(math.isfinite, totals)):
+                over, usual = self._compared(totals)
+                self._over.append([each / max(most, LEAST_SECONDS) for each, most in zip(over, usual, strict=True)])
+                self._usual.append(usual)
+                steps += 1
+        if steps:
+            by_kind = {kind: self._compared([w.means[kind] for w in windows])[0] for kind in KINDS}
+            self._means.append((steps, [{k: by_kind[k][rank] for k in KINDS} for rank in range(self._ranks)]))
+            if all(window.saves > 0 for window in windows):
+                step = [max(fmean(each), LEAST_SECONDS) for each in zip(*self._usual, strict=True)]
+                lost = by_kind[SAVE]
+                self._saves.append(_Saves([a / b for a, b in zip(lost, step, strict=True)], lost))
+        cores = [window.on_core for window in windows]
+        found = [slow for slow in (self._slow_in_steps(), self._slow_in_saves()) if slow is not None]
+        most = max(found, key=lambda slow: slow.over, default=None)
+        return most and most._replace(on_core=cores[most.rank])
+
+    def _compared(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return each rank's value over the median of its peers, and that median."""
+        over, usual = [0.0] * self._ranks, [0.0] * self._ranks
+        for peers in self._peers:
+            ordered = sorted(values[rank] for rank in peers)
+            for rank in peers:
+                usual[rank] = _median_without(ordered, values[rank])
+                over[rank] = values[rank] - usual[rank]
+        return over, usual
+
+    def _slow_in_steps(self) -> Slow | None:
+        if len(self._over) < ENOUGH:
+            return None
+        series = [[step[rank] for step in self._over] for rank in range(self._ranks)]
+        scatter = [_scatter(each) for each in series]
+        usual, levels = median(scatter), [_middle(each) for each in series]
+        rank = max((rank for peers in self._peers for rank in peers), key=lambda rank: levels[rank])
+        error = max(scatter[rank], usual) / math.sqrt(len(self._over))
+        seconds = levels[rank] * median(step[rank] for step in self._usual)
+        times = sum(each >= SLOWER for each in series[rank])
+        if levels[rank] < max(LEAST, FAR * error) or seconds < LEAST_SECONDS or times <= OFTEN * len(self._over):
+            return None
+        return Slow(rank, levels[rank], times, len(self._over), self._by_kind(rank) | {SAVE: 0.0})
+
+    def _slow_in_saves(self) -> Slow | None:
+        if len(self._saves) < ENOUGH_SAVES:
+            return None
+        shares = [[save.shares[rank] for save in self._saves] for rank in range(self._ranks)]
+        rank = max(range(self._ranks), key=lambda rank: median(shares[rank]))
+        times, seconds = sum(share >= LEAST for share in shares[rank]), self._by_kind(rank)
+        if median(shares[rank]) < LEAST or seconds[SAVE] < LEAST_SECONDS or times <= OFTEN * len(self._saves):
+            return None
+        alone = dict.fromkeys(KINDS, 0.0) | {SAVE: seconds[SAVE]}
+        return Slow(rank, fmean(shares[rank]), times, len(self._saves), alone)
+
+    def _by_kind(self, rank: int) -> dict[str, float]:
+        """Return a rank's seconds of a step over its peers' median, by kind, over the steps that are looked at."""
+        total, sums = 0, dict.fromkeys(KINDS, 0.0)
+        for steps, ranks in reversed(self._means):
+            total += steps
+            for kind, seconds in ranks[rank].items():
+                sums[kind] += steps * seconds
+            if total >= KEPT:
+                break
+        return {kind: each / max(1, total) for kind, each in sums.items()}
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of sorted values without one of them."""
+    rest = len(ordered) - 1
+    at = [i + (value <= ordered[i]) for i in ((rest - 1) // 2, rest // 2)]
+    return (ordered[at[0]] + ordered[at[1]]) / 2
+
+
+def _middle(values: Sequence[float]) -> float:
+    """Return the mean without the lowest and the highest quarter."""
+    cut = int(CUT * len(values))
+    return fmean(sorted(values)[cut : len(values) - cut])
+
+
+def _scatter(values: Sequence[float]) -> float:
+    """Return the standard deviation of a normal distribution with the same median absolute deviation."""
+    middle = median(values)
+    return NORMAL * median(abs(each - middle) for each in values)
+
+
+def of_history(records: Sequence[Mapping[str, object]]) -> Iterator[tuple[int, Slow]]:
+    """Yield the steps at which a record told of a slow rank, and what it told."""
+    for record in records:
+        step = record.get("step")
+        if isinstance(step, int) and (slow := Slow.of_fields(record)) is not None:
+            yield step, slow
