@@ -20,6 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from zero3d.spec.palette import RUNS
+
 EVERY = 25
 NAMES = {"adamw": "AdamW", "adamw8bit": "AdamW, moments in 8 bits", "muon": "Muon"}
 
@@ -61,7 +63,7 @@ def draw(results: Path, picture: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    styles = {"adamw": ("#1f4e8c", "-", 4), "adamw8bit": ("#e9b44c", "--", 1.5), "muon": ("#c3512f", "-", 2)}
+    styles = {"adamw": (RUNS[0], "-", 4), "adamw8bit": (RUNS[3], "--", 1.5), "muon": (RUNS[1], "-", 2)}
     for name, found in run["result"].items():
         color, line, width = styles[name]
         axes.plot(found["steps"], found["losses"], line, color=color, linewidth=width, label=NAMES[name])

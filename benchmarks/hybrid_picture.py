@@ -12,6 +12,8 @@ from typing import Any
 
 from demo_curves import digest
 
+from zero3d.spec.palette import RUNS
+
 WAYS = {"leaky": "one row, taken for one document", "packed": "the same row in zero3d"}
 
 
@@ -37,7 +39,7 @@ def draw_influence(results: Path, picture: Path) -> None:
         image = axes.imshow(numpy.where(moved > 0, moved, numpy.nan), cmap="Blues", norm=LogNorm(1e-6, 1))
         for start, stop in pairwise(bounds):
             corners = [start - 0.5, stop - 0.5, stop - 0.5, start - 0.5, start - 0.5]
-            axes.plot(corners, [corners[0], corners[0], corners[1], corners[1], corners[0]], color="#c3512f", lw=1.2)
+            axes.plot(corners, [corners[0], corners[0], corners[1], corners[1], corners[0]], color=RUNS[1], lw=1.2)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("a token is another one")
         axes.set_xticks([])

@@ -14,10 +14,12 @@ from typing import Any
 
 from demo_curves import digest
 
+from zero3d.spec.palette import RUNS, light
+
 WAYS = {
-    "zero3d-3": ("zero3d, stage 3, weights kept", "#8fb3d9"),
-    "zero3d-cast-3": ("zero3d, stage 3, weights cast", "#1f4e8c"),
-    "fsdp2-reshard": ("FSDP2, reshard", "#c3512f"),
+    "zero3d-3": ("zero3d, stage 3, weights kept", light("raw")),
+    "zero3d-cast-3": ("zero3d, stage 3, weights cast", RUNS[0]),
+    "fsdp2-reshard": ("FSDP2, reshard", RUNS[1]),
 }
 WIDE = 24  # an update, and rest after it, beside what lies between two layers
 MIB = 2**20

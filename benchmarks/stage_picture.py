@@ -10,9 +10,10 @@ from pathlib import Path
 from demo_curves import digest
 
 from zero3d.account.states import paper_bytes
+from zero3d.spec.palette import light
 
 PARAMS, GPUS = 7_500_000_000, 64
-PARTS = {"parameters": "#1f4e8c", "gradients": "#e9b44c", "optimizer": "#c3512f"}
+PARTS = {part: light(part) for part in ("parameters", "gradients", "optimizer")}
 LABELS = ("stage 0: nothing sharded", "stage 1: optimizer states", "stage 2: + gradients", "stage 3: + parameters")
 
 

@@ -58,6 +58,7 @@ def tree(folder, output="out", saved="model", **sections):
         "optimizer": {"lr": 1e-3},
         "schedule": {"warmup": 2},
         "checkpoint": {"export": False},
+        "evaluate": {"prompt": None},
     }
     made["data"]["cache"] = str(Path(folder) / "cache")
     for name, value in sections.items():

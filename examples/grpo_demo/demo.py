@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from zero3d.spec.palette import RUNS, light
+
 HERE = Path(__file__).parent
 STEPS, SEEDS, ENOUGH = 100, ("0", "1", "2"), 0.8
 WORK = ("sampling", "streaming", "training")
@@ -54,7 +56,7 @@ def picture(lines, file):
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     curves, work = figure.subplots(1, 2, width_ratios=[3, 1])
-    for seed, colour in zip(last(lines), ("#1f4e8c", "#c4512d", "#3a7d44", "#6b4c9a"), strict=False):
+    for seed, colour in zip(last(lines), RUNS, strict=False):
         own = [line for line in lines if line["seed"] == seed]
         rewarded = [line for line in own if "reward" in line]
         evaluated = [line for line in own if line["exact"] is not None]
@@ -67,7 +69,7 @@ def picture(lines, file):
     curves.legend(loc="lower right")
     steps = sum("reward" in line for line in lines)
     spent = {kind: 1e3 * total / steps for kind, total in seconds(lines).items()}
-    bars = work.bar(list(spent), list(spent.values()), color=["#9ab8d8", "#e0b07a", "#1f4e8c"])
+    bars = work.bar(list(spent), list(spent.values()), color=[light("raw"), RUNS[3], RUNS[0]])
     work.bar_label(bars, fmt="%.0f")
     work.set(title="milliseconds of a step")
     figure.savefig(file, dpi=100)

@@ -2,10 +2,12 @@
 
 from matplotlib.figure import Figure
 
+from zero3d.spec.palette import RUNS, light
+
 STYLES = (
-    ("#9ab8d8", 7, "-"),
-    ("#e0a060", 4.5, "-"),
-    ("#3a7d44", 2, "-"),
+    (light("raw"), 7, "-"),
+    (RUNS[3], 4.5, "-"),
+    (RUNS[2], 2, "-"),
     ("#101010", 1.2, (0, (2, 2))),
 )  # seen together
 EQUAL = 1e-9  # where no difference is drawn

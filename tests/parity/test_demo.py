@@ -57,12 +57,12 @@ def test_it_leaves_metrics_a_curve_a_checkpoint_and_a_model(run):
         "checkpoints",
         "config.yaml",
         "hf",
-        "loss.png",
         "metrics.jsonl",
         "report.json",
+        "run.png",
     ]
     assert (out / "checkpoints" / "step-4" / "manifest.json").is_file()
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "run.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     times = lines[-1]

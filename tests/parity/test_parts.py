@@ -170,5 +170,7 @@ def test_a_checkpoint_of_a_run_from_before_there_were_parts_is_known_by_its_para
     of_whole = [name for name, _ in open_bare(config.model).module.named_parameters()]
     assert part_of(config, of_text) == "text"
     assert part_of(config, of_whole) == "whole"
+    tower = load({"model": {"path": str(tmp_path)}, "lora": {"rank": 2, "train_also": ["visual"]}})
+    assert part_of(tower, of_whole) == "whole"  # which the language model alone has not
     assert older_run(config, of_text).endswith(": type model.part=text to go on.")
     assert older_run(config, of_whole) == ""

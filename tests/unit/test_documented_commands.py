@@ -6,6 +6,7 @@ plan --theory, explain    it is run
 ckpt, report              it is run, in that folder, where `run` and `runs/llama` have two checkpoints
 train, compare, simulate  configuration, ranks, batch and positions are checked, nothing is started
 other plans, calibrate    its words are read
+generate                  its options are checked
 README's first block      it is typed in a copy of the project, in an environment of its own: an empty index takes the place of
                           PyTorch's, and what is installed here that of downloads. Not run: the downloads, the line for GPUs
 
@@ -39,7 +40,7 @@ import zero3d
 from zero3d.config import load, split_words
 from zero3d.config.keys import KEYS
 from zero3d.models.presets import PRESETS
-from zero3d.tools.cli import compare
+from zero3d.tools.cli import compare, generate
 from zero3d.tools.cli.main import main, parse
 from zero3d.tools.cli.preflight import check_positions, check_world
 from zero3d.tools.cli.train import check, read
@@ -179,6 +180,8 @@ def tried(words):
         for folder in ("hf", "out"):  # pages in two languages export there
             shutil.rmtree(folder, ignore_errors=True)
         assert main(words) == 0
+    elif words[0] == "generate":
+        generate.check(arguments)
     elif words[0] == "train":
         _, config = read(arguments)
         check(arguments, config, None)

@@ -1,5 +1,6 @@
 """The HTML reports: well-formed, self-contained, escaped, small, and laid out by a browser without cuts or overlaps."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -7,18 +8,25 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 import pytest
 from markupsafe import escape
+from run_records import records, resume, skip, timed, written
 
 from zero3d.distributed.degrees import Degrees
+from zero3d.spec import palette
 from zero3d.tools.cli.main import main
+from zero3d.tools.cli.report_page import report_page
+from zero3d.tools.cli.run_folder import read_run
 from zero3d.tools.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
+from zero3d.tools.page.paint import attributes
 from zero3d.tools.page.plan_page import front, plan_page
 from zero3d.tools.page.plan_text import Answer, around, headline
 from zero3d.tools.page.simulation_page import simulation_page
-from zero3d.tools.page.svg import Scale
+from zero3d.tools.page.svg import NAMESPACE, Scale
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.search import Rejection, Row, SearchResult, Target
@@ -44,6 +52,16 @@ EVIL = '<script>alert("1")</script> & "quotes" \x00'
 MODEL = gpt(32, 4096, 32, 50304, 2048)
 PLACE = cluster("a100-80", 64, 8)
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DEATH = {"version": 1, "kind": "died", "cause": EVIL, "step": 12, "ranks": []}
+RUN = {
+    "version": 1, "ranks": 1024, "stage": 3, "precision": "bf16", "steps": 20_000, "session_steps": 200, "peak_held": 10**9, "ended": None,
+    "memory": [
+        {"consumer": name, "dtype": "bf16", "formula": 10**8, "at_most": False, "measured": 10**8 * (1 + place), "agrees": True, "place": "device"}
+        for place, name in enumerate(("parameters", "gradients", "optimizer states", "padding", "temporary: gathered", "activations"))
+    ],
+    "traffic": [{"op": EVIL.replace("\x00", ""), "formula": {"calls": 1, "elements": 2, "bytes": 4}, "measured": {"calls": 1, "elements": 2, "bytes": 4}, "equal": True}],
+    "engine": {"versions": {"torch": EVIL}},
+}  # fmt: skip
 CATEGORIES = ("parameters", "gradients", "optimizer", "padding", "gathered", "bucket", "buffers", "activations")
 
 
@@ -80,6 +98,17 @@ def answer(rows=40, name=MODEL.name):
     return Answer(model, PLACE, target, SearchResult(result, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
 
 
+def in_categories(found):
+    """The same answer, with memory by all categories."""
+
+    def of(row):
+        memory = row.estimate.memory
+        parts = dict.fromkeys(reversed(CATEGORIES), memory.allocated / len(CATEGORIES))
+        return row._replace(estimate=replace(row.estimate, memory=replace(memory, parts=parts)))
+
+    return found._replace(result=found.result._replace(rows=[*map(of, found.result.rows)]))
+
+
 def rank_result(rank, ranks, micro_batches, samples):
     at = Instant("backward", 1, rank, "model.layers.1.mlp")
     rows = [tuple(10**6 * (1 + c) * (1 + (i * 37 + c) % 101) for c in range(len(CATEGORIES))) for i in range(samples)]
@@ -110,7 +139,18 @@ def simulation(ranks=2, micro_batches=6, samples=300, name="models/llama"):
     )
 
 
+def run_page(found):
+    """The page of a run with these records, which ended before its last step."""
+    with TemporaryDirectory() as folder:
+        for file, content in (("report.json", json.dumps(RUN)), ("watchdog.json", json.dumps(DEATH))):
+            (Path(folder) / file).write_text(content)
+        written(found, Path(folder))
+        return report_page(read_run(folder))
+
+
 MAKERS = {
+    "a run": lambda: run_page(resume(skip(timed(records(200)), 1, 2, 90, 91), 60, 140)),
+    "a run of three steps of an evil model": lambda: run_page(skip(records(3), 1)),
     "one plan": lambda: plan_page(answer(1), 10),
     "forty plans": lambda: plan_page(answer(40), 10),
     "2,000 plans of an evil model": lambda: plan_page(answer(2000, EVIL), 10),
@@ -123,6 +163,11 @@ MAKERS = {
 @cache
 def page(name):
     return MAKERS[name]()
+
+
+def tree(text):
+    """A page or a drawing as elements, without the name space of drawings, which browsers know anyway."""
+    return ElementTree.fromstring(text.replace(f' xmlns="{NAMESPACE}"', ""))
 
 
 class Balanced(HTMLParser):
@@ -152,7 +197,7 @@ def test_a_page_is_well_formed_small_and_needs_nothing_from_elsewhere(name):
     reader.feed(text)
     assert reader.open == []
     assert not {"script", "link", "img", "iframe", "object", "form"} & set(reader.seen)
-    assert not re.search(r"https?://|//\w+\.|url\(|@import|\bsrc=|\bhref=|\bnan\b|\binf\b", text)
+    assert not re.search(r"https?://|//\w+\.|url\(|@import|\bsrc=|\bhref=|\bnan\b|\binf\b", text.replace(NAMESPACE, ""))
     assert len(text.encode()) < 1e6
     for needed in ("prefers-color-scheme: dark", 'name="viewport"', 'content="light dark"', "default-src 'none'"):
         assert needed in text or escape(needed) in text
@@ -160,7 +205,7 @@ def test_a_page_is_well_formed_small_and_needs_nothing_from_elsewhere(name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_drawing_has_a_title_and_a_description_and_only_known_classes(name):
-    root = ElementTree.fromstring(page(name))
+    root = tree(page(name))
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
     drawings = list(root.iter("svg"))
@@ -175,8 +220,42 @@ def test_every_drawing_has_a_title_and_a_description_and_only_known_classes(name
     assert all(re.search(rf"\.{re.escape(each)}\b", style) for each in used), used
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_drawing_that_is_taken_out_of_its_page_has_all_its_colours(name):
+    """What is drawn says how, by attributes that its classes stand for; text has a size and a family of its own."""
+    for drawing in tree(page(name)).iter("svg"):
+        assert drawing.get("font-family")
+        shown = [each for each in drawing.iter() if each.tag not in ("svg", "title", "desc")]
+        assert shown[0].get("class") == "paper"
+        for each in shown:
+            painted = attributes(each.get("class"))
+            assert painted.items() <= each.attrib.items()
+            assert re.fullmatch("#[0-9a-f]{6}", next(value for value in painted.values() if value != "none"))
+            assert each.tag != "text" or each.get("font-size")
+            assert not any("var(" in value or "color-mix" in value for value in each.attrib.values())
+
+
+def test_the_style_paints_what_the_attributes_do_by_variables_that_differ_on_a_dark_ground():
+    text = page("forty plans")
+    light, dark = colours(text, False), colours(text, True)
+    for class_, attribute, variable in (("c3", "fill", "c3"), ("grid", "stroke", "line"), ("dim", "fill", "dim")):
+        assert re.search(rf"svg \.{class_} {{[^}}]*\b{attribute}: var\(--{variable}\);", text)
+        assert attributes(class_)[attribute] == light[variable] != dark[variable]
+    assert "@media screen and (prefers-color-scheme: dark)" in text  # so that what is printed is light
+    assert attributes("z0")["stroke"] == "#c6c7c8"  # a quarter of the text's colour on the card's
+
+
+def test_a_category_has_the_palette_s_colour_in_both_pages():
+    for text in (page("forty plans"), simulation_page(simulation(1)), plan_page(in_categories(answer(3)), 10)):
+        listed = {"".join(item.itertext()): item[0].get("class") for item in tree(text).iter("li")}
+        for name in CATEGORIES:
+            if name in listed:
+                assert attributes(listed[name])["fill"] == palette.CATEGORIES[name].light
+    assert {*CATEGORIES} <= {*listed}
+
+
 def test_a_models_name_stays_text():
-    root = ElementTree.fromstring(plan_page(answer(3, EVIL), 10))
+    root = tree(plan_page(answer(3, EVIL), 10))
     said = EVIL.replace("\x00", "?")
     assert next(root.iter("h1")).text == f"How to train {said} on 64 x a100-80"
     assert next(root.iter("title")).text.startswith(said)
@@ -192,12 +271,12 @@ def test_the_page_says_what_was_found():
     assert "&lt;more&gt; stages than blocks" in text
     assert "GPU-hours per billion tokens" in text
     assert "A note." in text
-    ranked = next(ElementTree.fromstring(text).iter("tbody"))
+    ranked = next(tree(text).iter("tbody"))
     assert [row[0].text for row in ranked] == ["1", "2", "3"]
 
 
 def test_a_part_has_its_colour_in_every_chart_and_no_other_has_it():
-    root = ElementTree.fromstring(plan_page(answer(40), 10))
+    root = tree(plan_page(answer(40), 10))
     drawn = {(hint[0].text.partition(":")[0], hint.get("class").split()[0]) for hint in root.iter("rect") if len(hint)}
     listed = {("".join(item.itertext()), item[0].get("class")) for item in root.iter("li")}
     assert drawn <= listed
@@ -218,12 +297,11 @@ def test_of_more_parts_than_the_palette_has_colours_each_has_its_own():
 
     found = answer(3)
     page = plan_page(found._replace(result=found.result._replace(rows=[*map(in_parts, found.result.rows)])), 10)
-    root = ElementTree.fromstring(page)
+    root = tree(page)
     listed = {item[0].get("class") for item in root.iter("li")} - {"z0", "z1", "z2"}
     assert listed == {f"c{i}" for i in range(21)}
-    more = re.findall(r"rect\.(c\d+), .*? (#\w{6});", page)
     for dark in (False, True):
-        own = colours(page, dark) | dict(more)
+        own = colours(page, dark)
         series = [own[f"c{i}"] for i in range(21)]
         assert len(set(series)) == 21
         assert all(contrast(one, after) >= 1.25 for one, after in pairwise(series[11:]))
@@ -241,7 +319,7 @@ def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
 
 
 def test_the_bars_of_plans_have_the_numbers_of_the_table():
-    root = ElementTree.fromstring(plan_page(answer(40), 10))
+    root = tree(plan_page(answer(40), 10))
     ranked = next(root.iter("tbody"))
     numbered = [f"{row[0].text}:  {row[1].text}, stage {row[2].text}" for row in ranked][:8]
     assert numbered[0].startswith("1:  ")
@@ -254,8 +332,8 @@ def test_the_bars_of_plans_have_the_numbers_of_the_table():
 
 def test_more_memory_lies_higher_and_none_at_the_bottom():
     """Two series of 3 and 1, then 6 and 2 GB: the axis ends at 1.12 times 8."""
-    drawn = areas("m", "t", [0, 1], [(3, 1), (6, 2)], [Stretch(0, "forward")], ["forward"], "GB")
-    root = ElementTree.fromstring(drawn)
+    drawn = areas("m", "t", [0, 1], [(3, 1), (6, 2)], [Stretch(0, "forward")], ["forward"], "GB", ["c0", "c1"])
+    root = tree(drawn)
     (peak,) = (each for each in root.iter("line") if each.get("class") == "peak")
     bottom = HEIGHT - BOTTOM
     assert float(peak.get("y2")) == bottom
@@ -363,10 +441,17 @@ document.body.textContent = 'MEASURED\\n' + told.join('\\n') + '\\nEND';
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
 def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_schemes(tmp_path):
+    laid_out = (
+        "one plan",
+        "forty plans",
+        "two stages of an evil model",
+        "a run",
+        "a run of three steps of an evil model",
+    )
     screens = [(width, scheme) for width in (390, 1200) for scheme in ("light", "dark")]
     frames = "".join(
         f'<iframe title="{name} {width} {scheme}" width="{width}" height="900" style="color-scheme: {scheme}" srcdoc="{escape(page(name))}"></iframe>'
-        for name in ("one plan", "forty plans", "two stages of an evil model")
+        for name in laid_out
         for width, scheme in screens
     )
     harness = tmp_path / "harness.html"
@@ -381,6 +466,6 @@ def test_a_browser_lays_the_pages_out_without_cut_or_overlapping_labels_in_both_
     told = done.stdout.partition("MEASURED\n")[2].partition("\nEND")[0].split("\n")
     backgrounds = [line for line in told if ": background " in line]
     assert [line for line in told if line not in backgrounds] == []
-    assert len(backgrounds) == 3 * len(screens)
+    assert len(backgrounds) == len(laid_out) * len(screens)
     for line in backgrounds:
         assert line.endswith("rgb(14, 17, 22)" if " dark:" in line else "rgb(246, 247, 249)"), line

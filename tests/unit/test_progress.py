@@ -1,13 +1,11 @@
 """What people look at while a run goes on: a live bar on a terminal, plain lines elsewhere; and the MFU in it."""
 
-import math
 from io import StringIO
 
 import pytest
 from models import hf
 from rich.console import Console
 
-from zero3d.train.curve import smooth
 from zero3d.train.flops import flops_per_token, peak_flops
 from zero3d.train.progress import Progress, duration
 
@@ -70,17 +68,6 @@ def test_the_time_left_forgets_the_first_step_and_is_in_lines_of_evaluations_too
     lines = out.getvalue().splitlines()
     assert lines[1] == "step 2: held-out loss 2.500000, perplexity 12.180, accuracy 0.75  3:00 left"
     assert [line.rpartition("  ")[2] for line in lines] == ["40:00 left", "3:00 left", "3:30 left", "2:00 left"]
-
-
-def test_the_curves_average_lags_behind_nothing_and_no_single_value_pulls_it():
-    falling = [5.0 - 0.05 * step for step in range(60)]
-    assert smooth(falling) == pytest.approx(falling)
-    assert smooth([100.0, *[1.0] * 30]) == [100.0, *[1.0] * 30]
-    assert smooth([1.0, 1.0, math.nan, 50.0, 1.0, math.inf, 1.0])[1:-1] == [1.0] * 5
-    assert smooth([]) == []
-    assert math.isnan(smooth([math.nan])[0])
-    noisy = smooth([2.0 + (-1) ** step for step in range(41)])
-    assert max(abs(value - 2.0) for value in noisy[10:-10]) < 0.2
 
 
 def test_only_the_experts_that_a_token_meets_count():

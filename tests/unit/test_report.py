@@ -40,7 +40,7 @@ def result_of(steps, before=0):
         sample="",
         checkpoint="runs/mine/checkpoints/step-5",
         slowest=None,
-        folder=SimpleNamespace(root="runs/mine", metrics="runs/mine/metrics.jsonl", curve="loss.png"),
+        folder=SimpleNamespace(root="runs/mine", metrics="runs/mine/metrics.jsonl", curves="run.png"),
     )
 
 
@@ -64,7 +64,7 @@ def test_what_is_held_at_one_time_stands_below_the_peaks_of_several():
 
 
 def shown(result, monkeypatch):
-    monkeypatch.setattr("zero3d.train.report.write_png", lambda _: "loss curve: loss.png")
+    monkeypatch.setattr("zero3d.train.report.write_png", lambda _: "curves: run.png")
     monkeypatch.setattr("zero3d.train.report.shown_path", str)
     out = StringIO()
     console = Console(file=out, width=80)

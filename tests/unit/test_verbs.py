@@ -25,6 +25,7 @@ STARTED = {
     "ckpt": (["ls", "."], 2, "CheckpointError: no checkpoint in ."),
     "doctor": (["--only", "space"], 0, "space"),
     "report": (["."], 2, "has no config.yaml, metrics.jsonl or report.json of a run"),
+    "generate": ([".", "a"], 2, "has no config.yaml of a run and no config.json"),
     "launch": (["k8s", "run.yaml"], 0, "zero3d"),
     "models": (["llam"], 2, "Did you mean 'llama'?"),
     "completion": (["bash"], 0, "_zero3d_words"),
@@ -49,7 +50,7 @@ def test_help_has_examples_that_can_be_typed(verb, capsys):
         assert len(line) <= 80
 
 
-RARE = ("calibrate", "simulate", "compare", "ckpt", "completion")  # whose starts are those of others
+RARE = ("calibrate", "generate", "simulate", "compare", "ckpt", "completion")  # whose starts are those of others
 
 
 @pytest.mark.parametrize(

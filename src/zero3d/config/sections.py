@@ -417,7 +417,12 @@ class Evaluate:
         bits=None,
         least=1,
     )
-    prompt: str | None = key(None, "a text that the trained model continues at the end", bits=None)
+    prompt: bool | str | None = key(
+        True,
+        "a text that the trained model continues at the end; true: the first words of a held-out text, or a held-out "
+        "chat up to its answer, for a few tokens; false or null: none",
+        bits=None,
+    )
 
 
 @dataclass(frozen=True)
@@ -474,6 +479,13 @@ class Log:
         choices=TRACKERS,
     )
     project: str = key("zero3d", "the project that trackers show the run in", bits=None)
+    report: str = key(
+        SHORT,
+        "what a run prints of memory and traffic at its end: short, whether they are those of the formulas; full, its "
+        "tables to the byte, which zero3d report prints in any case",
+        bits=None,
+        choices=(SHORT, FULL),
+    )
     port: int | None = key(
         None,
         "with prometheus: the port where rank 0 answers scrapes; null: none, and OUTPUT/metrics.prom alone",
@@ -489,17 +501,10 @@ class Log:
     on: Mapping[str, str] | None = key(
         None,
         "shell commands, as {EVENT: COMMAND}, that rank 0 starts with facts in their environment and never waits for: "
-        "straggler, a rank that is slower than its peers; nonfinite, a step skipped for a loss or norm that is not "
+        "straggler, a rank that makes the others wait; nonfinite, a step skipped for a loss or norm that is not "
         "finite, and giving up; end, a run that has finished, ended early, was stopped or failed",
         bits=None,
         choices=EVENTS,
-    )
-    report: str = key(
-        SHORT,
-        "what a run prints of memory and traffic at its end: short, whether they are those of the formulas; full, its "
-        "tables to the byte, which zero3d report prints in any case",
-        bits=None,
-        choices=(SHORT, FULL),
     )
 
     @property

@@ -83,6 +83,11 @@ class ChatTemplate:
                 return self._by_marks(messages, source, dict(options))
             return self._by_prefixes(messages, source, dict(options))
 
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return what the next answer is given after. Raises ValueError where the template refuses the messages."""
+        with self._refusals():
+            return self._render(messages, self.source, {}, add_generation_prompt=True)
+
     def unused(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of keys at which neither the template looks nor we do."""
         return unused(messages, dict(options), self._source(options))

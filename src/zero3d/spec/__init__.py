@@ -12,6 +12,7 @@ bits      why the bits of a run change with a key, or with what several keys com
 dtypes    dtypes by name and width
 sizes     bytes as people write them
 text      bytes, counts and columns as reports print them
+palette   the colours of all pictures and pages
 """
 
 from zero3d.spec.mesh import Mesh

@@ -33,7 +33,9 @@ planner            the interface of a planner, and a planner that plans nothing
 weights            weights kept or cast in gathers, as its plan says
 exported_folder    the exported folder: written, put in place, loaded again
 sample             a text that the trained model goes on with
-curve              losses as text and as a PNG
+curve              averages of losses, and losses as text
+series             a run's curves and what happened at which step, by its records
+run_plot           them as one picture, run.png
 tables             memory and traffic of a run as tables (no torch)
 session_report     report.json: what only the process of a run knows, for zero3d report
 report             a finished run as tables and as JSON

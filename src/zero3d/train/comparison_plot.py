@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero3d.spec.palette import RUNS, light
 from zero3d.train.comparison import CATEGORIES, Result, Row
 from zero3d.train.comparison_table import unit_of
 from zero3d.train.curve import smooth
 
-COLORS = ("#1f4e8c", "#4f86c6", "#9ab8d8", "#c9c9c9", "#e8b04a", "#c4512d")  # one per category
-LINES = ("#1f4e8c", "#c4512d", "#3a8a5c", "#e8b04a", "#7a5aa6", "#4f86c6", "#8c6d46", "#555555")
 STYLES = ("-", "--", "-.", ":")
 CROWDED = 6  # runs from which on labels stand on end
 NAMED = 12  # runs that a legend can name
@@ -45,10 +44,10 @@ def _memory(axes: Any, rows: Sequence[Row]) -> None:
     """Draw stacked categories; a dash where the formula puts the top of each."""
     unit, scale = unit_of(figure.measured for row in rows for figure in row.memory.values())
     bottoms, tops = [0.0] * len(rows), [0.0] * len(rows)
-    for category, color in zip(CATEGORIES, COLORS, strict=True):
+    for category in CATEGORIES:
         figures = [row.memory[category] for row in rows]
         heights = [figure.measured / scale for figure in figures]
-        axes.bar(range(len(rows)), heights, 0.6, bottom=bottoms, color=color, label=category)
+        axes.bar(range(len(rows)), heights, 0.6, bottom=bottoms, color=light(category), label=category)
         bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
         if all(figure.formula is not None and not figure.at_most for figure in figures):
             tops = [top + (figure.formula or 0) / scale for top, figure in zip(tops, figures, strict=True)]
@@ -59,7 +58,7 @@ def _memory(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _bars(axes: Any, rows: Sequence[Row], heights: Sequence[float], title: str, form: str) -> None:
-    bars = axes.bar(range(len(rows)), heights, 0.6, color="#9ab8d8")
+    bars = axes.bar(range(len(rows)), heights, 0.6, color=light("raw"))
     if len(rows) <= NAMED:
         axes.bar_label(bars, [form.format(height) for height in heights], fontsize=8, padding=2)
     axes.set_ylim(0, max(heights) * 1.18 or 1)
@@ -68,7 +67,9 @@ def _bars(axes: Any, rows: Sequence[Row], heights: Sequence[float], title: str, 
 
 def _markers(axes: Any, tops: Sequence[float], label: str | None = None) -> None:
     bars = range(len(tops))
-    axes.hlines(tops, [x - 0.36 for x in bars], [x + 0.36 for x in bars], color="black", linewidth=1.3, label=label)
+    axes.hlines(
+        tops, [x - 0.36 for x in bars], [x + 0.36 for x in bars], color=light("text"), linewidth=1.3, label=label
+    )
 
 
 def _losses(axes: Any, rows: Sequence[Row], results: Sequence[Result]) -> None:
@@ -79,7 +80,7 @@ def _losses(axes: Any, rows: Sequence[Row], results: Sequence[Result]) -> None:
         axes.plot(
             range(1, len(values) + 1),
             values,
-            color=LINES[i % len(LINES)],
+            color=RUNS[i % len(RUNS)],
             linestyle=STYLES[i % len(STYLES)],
             linewidth=WIDEST - i * step,
             label=row.label,

@@ -7,8 +7,9 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   kept.safetensors  tensors of the model's folder that exports carry on, where there are any (models/kept.py)
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
-  loss.png, trace-rank-0.json
+  run.png, trace-rank-0.json
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
+  report.html     the page of zero3d report OUTPUT --html
   profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster
   tensorboard/, wandb/, swanlab/, mlflow/, metrics.prom   what trackers keep there (trackers.py)
   events.log      what the user's own commands print (event_commands.py)
@@ -45,7 +46,7 @@ from zero3d.train.lock import LOCK, FolderLock
 from zero3d.watchdog.own_files import write_whole
 
 UNREAD, APPENDED = "metrics-unread.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-REPORT = "report.json"
+REPORT, PAGE = "report.json", "report.html"
 KEPT = "kept.safetensors"
 WRITTEN = (
     "config.yaml",
@@ -54,10 +55,12 @@ WRITTEN = (
     *NAMES,
     KEPT,
     f".{KEPT}.tmp",
-    "loss.png",
+    "run.png",
+    "loss.png",  # of earlier versions
     "trace-rank-0.json",
     "profile.json",
     REPORT,
+    PAGE,
     *("tensorboard", "wandb", "swanlab", "mlflow", "metrics.prom"),
     "events.log",
     ".run",
@@ -132,8 +135,8 @@ class Folder:
         return self.root / KEPT
 
     @property
-    def curve(self) -> Path:
-        return self.root / "loss.png"
+    def curves(self) -> Path:
+        return self.root / "run.png"
 
     @property
     def report(self) -> Path:

@@ -353,6 +353,8 @@ class Loop:
         record |= {"memory_bytes": memory_bytes(self.engine), "traffic_bytes": self.traffic.last_step()}
         record["peak_memory_bytes"] = memory_peak(self.engine)
         record |= {} if reserved is None else {"reserved_bytes": reserved}
+        if not self.history and record["step"] > 1:
+            record["resumed_from"] = record["step"] - 1
         record["epoch"] = self.state.position["epoch"] + self.state.position["index"] / self.state.position["sequences"]
         return int(max(signals))
 

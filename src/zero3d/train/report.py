@@ -18,10 +18,12 @@ from zero3d.expert_parallel.traffic import Busiest
 from zero3d.spec.tiers import DEVICE
 from zero3d.stores.cache import shown as shown_path
 from zero3d.train import tables
-from zero3d.train.curve import as_png, as_text, smooth
+from zero3d.train.curve import as_text, smooth
 from zero3d.train.metrics import finite, losses
 from zero3d.train.progress import held
 from zero3d.train.run import Result
+from zero3d.train.run_plot import draw_run
+from zero3d.train.series import Series
 from zero3d.train.step_times import of_history, where_it_went
 
 CURVE = 10  # steps from which a curve is drawn
@@ -45,7 +47,8 @@ def show_session(result: Result, console: Console) -> None:
             console.print(line, highlight=False, no_wrap=True)
     if result.sample:
         prompt = result.config.evaluate.prompt
-        console.print(Text(f"\na sample that starts with {prompt!r}:", style="bold"))
+        start = "the first tokens of the data" if prompt is True else repr(prompt)
+        console.print(Text(f"\na sample that starts with {start}:", style="bold"))
         console.print(Text("\n".join(f"    {line}" for line in result.sample.splitlines())), soft_wrap=True)
     console.print()
     if result.config.log.report != FULL:
@@ -148,17 +151,16 @@ def _difference(config: Config) -> str:
 
 
 def write_png(result: Result) -> str:
-    """Draw loss.png; return the line that says so, or names the package to install."""
+    """Draw run.png; return the line that says so, or names the package to install."""
     config = result.config
-    held_out = [(r["step"], r["validation_loss"]) for r in result.history if r.get("validation_loss") is not None]
     title = f"{config.model.path}: stage {config.zero.stage}, {config.precision}, {result.ranks} ranks"
     try:
-        as_png(losses(result.history), held_out, title, result.folder.curve)
+        draw_run(Series.of(result.history), title, result.folder.curves)
     except ImportError:
-        return "no loss.png: matplotlib is missing, type pip install 'zero3d[plot]'"
+        return "no run.png: matplotlib is missing, type pip install 'zero3d[plot]'"
     except OSError as error:
-        return f"no loss.png: {result.folder.curve} cannot be written ({error.strerror})"
-    return f"loss curve: {result.folder.curve}"
+        return f"no run.png: {result.folder.curves} cannot be written ({error.strerror})"
+    return f"curves: {result.folder.curves}"
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def as_json(result: Result) -> dict[str, Any]:
     folder, config, steps = result.folder, result.config, result.steps
     steady = steps[1:] or steps  # the first step also allocates
     seconds = statistics.median(record["seconds"] for record in steady) if steady else None
-    curve = folder.curve
+    curves = folder.curves
     return {
         "stage": config.zero.stage,
         "precision": config.precision,
@@ -202,6 +204,6 @@ def as_json(result: Result) -> dict[str, Any]:
             "export": str(result.exports[0].resolve()) if result.exports else None,
             "exports": [str(path.resolve()) for path in result.exports],
             "metrics": str(folder.metrics.resolve()),
-            "loss_curve": str(curve.resolve()) if curve.exists() else None,
+            "loss_curve": str(curves.resolve()) if curves.exists() else None,
         },
     }

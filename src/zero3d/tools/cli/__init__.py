@@ -10,6 +10,7 @@ simulate           a step without its ranks
 ckpt               checkpoints looked at and removed; ckpt_export, ckpt_import; ckpt_text for people
 config             what a run would use, what keys mean
 report             a run's folder, read by run_folder: how it ended, settings, losses, memory; report_text for people
+generate           a text continued: generate_source, whose model; generate_text, prompts and tokens; generate_ranks
 launch             what starts a run on a cluster
 submission         what a job is refused for where it is submitted; slurm: a batch script
 preflight          what is refused before workers start

@@ -16,7 +16,13 @@ SHELLS = {  # and what to type once
     "zsh": "zero3d completion zsh > ~/.zfunc/_zero3d with fpath+=(~/.zfunc) before compinit in ~/.zshrc",
     "fish": "zero3d completion fish | source in ~/.config/fish/config.fish",
 }
-PATHS = {"FILE": shtab.FILE, "CONFIG": shtab.FILE, "JSON": shtab.FILE, "FOLDER": shtab.DIRECTORY}  # by metavar
+PATHS = {
+    "FILE": shtab.FILE,
+    "CONFIG": shtab.FILE,
+    "JSON": shtab.FILE,
+    "FOLDER": shtab.DIRECTORY,
+    "OUTPUT": shtab.DIRECTORY,
+}  # by metavar
 NO_SPACE = """
 # A key goes on with its value: no space behind "=".
 _zero3d_complete() {
@@ -40,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     for action in actions(parser):
         if action.dest == "key":
             action.choices = list(KEYS)
-        place = WORDS if action.dest == "words" else PATHS.get(str(action.metavar))
+        place = WORDS if action.dest == "words" and action.metavar != "TEXT" else PATHS.get(str(action.metavar))
         if place is not None:
             action.complete = place  # type: ignore[attr-defined]
     print(shtab.complete(parser, arguments.shell), end=NO_SPACE if arguments.shell == "bash" else "\n")

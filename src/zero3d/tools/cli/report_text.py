@@ -87,14 +87,14 @@ def _tables(left: Left) -> Iterator[Table]:
     for table in (_settings(left), view.became(engine)):
         if table.rows:
             yield view.in_terminal(table)
-    memory, traffic = _rows(report)
+    memory, traffic = left.rows
     if memory:
-        ranks, words = _count(report, "ranks"), f"stage {view.word(report.get('stage'))}"
+        ranks, words = left.count("ranks"), f"stage {view.word(report.get('stage'))}"
         words += f", {view.word(report.get('precision'))}"
-        yield tables.memory_table(memory, ranks, words, _count(report, "peak_held"))
+        yield tables.memory_table(memory, ranks, words, left.count("peak_held"))
         if any(row.place != DEVICE for row in memory):
             yield tables.tiers_table(memory)
-        yield tables.traffic_table(traffic, ranks, view.steps_in_words(_count(report, "session_steps")))
+        yield tables.traffic_table(traffic, ranks, view.steps_in_words(left.count("session_steps")))
     for table in (view.step_traffic(engine), view.times({"times": left.times}), view.versions(engine)):
         if table.rows:
             yield view.in_terminal(table)
@@ -108,17 +108,3 @@ def _settings(left: Left) -> view.Table:
         rows.append([row["name"], scalar(row["value"]), "the default" if is_usual else scalar(row["default"])])
     others = "all other keys have their defaults, which zero3d config show lists."
     return view.Table("settings", view.SETTINGS[:3], rows, others)
-
-
-def _rows(report: Mapping[str, Any]) -> tuple[list[tables.MemoryRow], list[tables.TrafficRow]]:
-    """Return the rows of memory and of traffic; none where any of them is not what a run writes."""
-    try:
-        memory = [tables.MemoryRow.of_json(row) for row in view.rows_of(report, "memory")]
-        return memory, [tables.TrafficRow.of_json(row) for row in view.rows_of(report, "traffic")]
-    except (KeyError, TypeError):
-        return [], []
-
-
-def _count(report: Mapping[str, Any], name: str) -> int:
-    value = report.get(name)
-    return value if isinstance(value, int) else 0

@@ -11,12 +11,15 @@ Each may be missing, cut off or of another program: what cannot be read is said,
 
 from __future__ import annotations
 
+import shlex
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config, load
 from zero3d.config.describe import plain
 from zero3d.config.keys import KEYS, value_of
@@ -28,10 +31,13 @@ from zero3d.stores.urls import is_url
 from zero3d.tools.doctor.dead_run import describe, read_runs, went_on, words
 from zero3d.train.folder import Folder, parse_record
 from zero3d.train.lock import LOCK
+from zero3d.train.series import Series
 from zero3d.train.step_times import Times
+from zero3d.train.tables import MemoryRow, TrafficRow
 
 RUNNING, UNKNOWN, DIED = "still running", "not known", "died"
 FINISHED, EARLY, STOPPED, FAILED = "finished", "ended early", "stopped", "failed"  # as report.json says it
+RECENT = 100  # records, of which the present speed is taken
 MOST_BYTES = 64 << 20  # of report.json
 IMPORTANT = (
     "model.path", "precision", "zero.stage", "optimizer.name", "optimizer.lr", "optimizer.clip_norm", "train.steps",
@@ -49,6 +55,10 @@ class Course:
     seconds   of all steps
     odd       lines that are no records
     parts     seconds of a step by part
+    series    its curves
+    recent    the last records
+    peak      the most bytes on the device that a record has
+    slowest   the last record that names a slow rank
     """
 
     losses: list[float] = field(default_factory=list)
@@ -57,6 +67,10 @@ class Course:
     seconds: float = 0.0
     odd: int = 0
     parts: Times = field(default_factory=Times)
+    series: Series = field(default_factory=Series)
+    recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    peak: float = 0.0
+    slowest: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add the next record."""
@@ -68,6 +82,11 @@ class Course:
             name: value for name, value in record.items() if "validation_loss" in name and value is not None
         }
         self.parts.add(record)
+        self.series.add(record)
+        self.recent.append(record)
+        self.peak = max(self.peak, *(record.get(name) or 0.0 for name in ("memory_bytes", "peak_memory_bytes")))
+        if record.get("slowest_rank") is not None:
+            self.slowest = record
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,35 @@ class Left:
         """The step that the run was to come to, where it is known."""
         asked = self.report.get("steps") or (None if self.config is None else self.config.train.steps)
         return asked if isinstance(asked, int) else None
+
+    @property
+    def rows(self) -> tuple[list[MemoryRow], list[TrafficRow]]:
+        """The rows of memory and of traffic; none where any of them is not what a run writes."""
+        try:
+            memory = [MemoryRow.of_json(row) for row in rows_of(self.report, "memory")]
+            return memory, [TrafficRow.of_json(row) for row in rows_of(self.report, "traffic")]
+        except (KeyError, TypeError):
+            return [], []
+
+    def count(self, name: str) -> int:
+        """Return a whole number of report.json; 0 for all else."""
+        value = self.report.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+    @property
+    def go_on(self) -> str | None:
+        """What to type to go on with a run that has ended before its last step; None where there is nothing to."""
+        if self.config is None or self.state in (RUNNING, FINISHED, EARLY):
+            return None
+        try:
+            saved = bool(checkpoints(self.folder.checkpoints)) or self.folder.url is not None
+        except OSError:
+            saved = False
+        words = ["zero3d", "train", str(self.folder.config), *(["--resume", "auto"] if saved else ["--overwrite"])]
+        free = self.config.mesh.dp is None and self.config.train.batch is None
+        if saved and free and self.count("ranks"):
+            words.append(f"--ranks={self.count('ranks')}")  # another number would change the batch
+        return shlex.join(words)
 
     def settings(self, every: bool = False) -> list[dict[str, Any]]:
         """Return the keys that are not the default, and the important ones; every: all of them."""

@@ -87,7 +87,16 @@ VERBS = {
         {
             "zero3d report zero3d-demo": "the demo, of zero3d train",
             "zero3d report runs/llama": "a run: finished, dead or under way",
+            "zero3d report runs/llama --html": "the same as a page, runs/llama/report.html",
             "zero3d report runs/llama --json": "the same as data",
+        },
+    ),
+    "generate": Verb(
+        "Continue a text with the model of a run, a checkpoint of any mesh, or an exported folder.",
+        {
+            'zero3d generate zero3d-demo "def "': "the demo, of zero3d train",
+            'zero3d generate runs/llama "What is ZeRO?" --chat': "by its chat template",
+            "zero3d generate runs/llama/checkpoints/step-100 A": "one checkpoint",
         },
     ),
     "launch": Verb(

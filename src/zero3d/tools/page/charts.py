@@ -1,4 +1,4 @@
-r"""The four charts of the reports, from plain numbers. Colours are classes of the page's style (`svg.colour`).
+r"""The charts of the reports, from plain numbers. Colours are classes (`paint.py`).
 
     bars      label          total      scatter  |  .  . .     areas  |   /\_     lanes  0 |FF BB FF BB
               ####==--                           |  o.  .             |  /   \           1 | FF BB FF
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from zero3d.tools.page.markup import join, tag
-from zero3d.tools.page.svg import LETTER, WIDTH, Scale, colour, drawing, label, line, shade, shorten, x_axis, y_axis
+from zero3d.tools.page.svg import LETTER, WIDTH, Scale, drawing, label, line, shade, shape, shorten, x_axis, y_axis
 
 BAR, ROW = 18.0, 44.0  # height of a bar, and of its row with the label above it
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 34.0, 44.0  # margins
@@ -61,8 +61,38 @@ def _bar(row: Bar, series: Mapping[str, str], scale: Scale, y: float, unit: str)
         if value > 0:
             x = scale(done)
             hint = tag("title", f"{part}: {value:.3g} {unit}")
-            yield tag("rect", hint, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{class_} part")
+            yield shape("rect", hint, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{class_} part")
             done += value
+
+
+class Span(NamedTuple):
+    """A bar up to the mean, and what lies between the least and the largest value."""
+
+    label: str
+    class_: str
+    least: float
+    mean: float
+    largest: float
+
+
+def spans(name: str, title: str, rows: Sequence[Span], unit: str) -> Markup:
+    """Draw a bar per row up to its mean, and a whisker from the least to the largest value."""
+    scale = Scale(0, max(row.largest for row in rows) * 1.02 or 1.0, 4, WIDTH - RIGHT)
+    top, bottom = 4.0, 4.0 + ROW * len(rows)
+    body = [*x_axis(scale, top, bottom, unit)]
+    for i, row in enumerate(rows):
+        y, ends = top + ROW * i, (scale(row.least), scale(row.largest))
+        figures = f"{row.mean:.3g} {unit}"
+        if row.largest > row.least:
+            figures += f" ({row.least:.3g} to {row.largest:.3g})"
+        body += [label(4, y + 17, row.label), label(WIDTH - RIGHT, y + 17, figures, "end", "strong")]
+        body.append(shape("rect", x=4, y=y + 23, width=scale(row.mean) - 4, height=BAR, class_=f"{row.class_} part"))
+        if row.largest > row.least:
+            middle = y + 23 + BAR / 2
+            caps = "".join(f"M{x:.1f} {middle - 5:.1f}v10" for x in ends)
+            body.append(shape("path", d=f"M{ends[0]:.1f} {middle:.1f}H{ends[1]:.1f}{caps}", class_="whisker"))
+    description = "; ".join(f"{row.label}: {row.mean:.3g} {unit}" for row in rows)
+    return drawing(name, title, description, bottom + BOTTOM, body)
 
 
 # --- scatter ------------------------------------------------------------------------------------
@@ -95,7 +125,7 @@ def scatter(
     for i, group in enumerate(groups.values()):
         places = {(round(across(a)), round(up(b))) for a, b in group} - taken
         taken |= places
-        body.append(tag("path", d="".join(f"M{a} {b}h0" for a, b in sorted(places)), class_=f"{shade(i)} dots"))
+        body.append(shape("path", d="".join(f"M{a} {b}h0" for a, b in sorted(places)), class_=f"{shade(i)} dots"))
     if x.limit:
         at = across(x.limit)
         body += [
@@ -103,9 +133,10 @@ def scatter(
             label(at - 4, TOP + 12, f"limit {x.limit:.4g}", "end", "dim"),
         ]
     steps = [f"{across(dot.x):.1f},{up(dot.y):.1f}" for dot in front]
-    body.append(tag("polyline", points=" ".join(steps), class_="front"))
+    body.append(shape("polyline", points=" ".join(steps), class_="front"))
     body += [
-        tag("circle", tag("title", dot.words), cx=across(dot.x), cy=up(dot.y), r=4.5, class_="front") for dot in front
+        shape("circle", tag("title", dot.words), cx=across(dot.x), cy=up(dot.y), r=4.5, class_="frontier")
+        for dot in front
     ]
     return drawing(name, title, f"{len(points):,} points; front: " + "; ".join(d.words for d in front), HEIGHT, body)
 
@@ -137,10 +168,11 @@ def areas(
     stretches: Sequence[Stretch],
     phases: Sequence[str],
     unit: str,
+    classes: Sequence[str],
 ) -> Markup:
     """Draw series on top of each other, each value kept until the next time; the highest sum marked; phases below.
 
-    rows: per time a value per series
+    rows: per time a value per series; classes: of the series
     """
     sums = [sum(row) for row in rows]
     best = max(range(len(sums)), key=sums.__getitem__)
@@ -154,7 +186,7 @@ def areas(
         upper = [low + row[i] for low, row in zip(lower, rows, strict=True)]
         if upper != lower:
             d = _steps(xs, [up(v) for v in upper]) + _steps(xs, [up(v) for v in lower], back=True) + "z"
-            body.append(tag("path", d=d, class_=f"{colour(i)} area"))
+            body.append(shape("path", d=d, class_=f"{classes[i]} area"))
         lower = upper
     body += _phases(stretches, phases, across)
     x, y = across(times[best]), up(sums[best])
@@ -188,7 +220,7 @@ def _phases(stretches: Sequence[Stretch], phases: Sequence[str], across: Scale) 
             paths[stretch.phase] += f"M{x:.1f} {y:g}h{width:.1f}v10h-{width:.1f}z"
     for i, (phase, d) in enumerate(paths.items()):
         if d:
-            yield tag("path", tag("title", phase), d=d, class_=f"p{i}")
+            yield shape("path", tag("title", phase), d=d, class_=f"p{i}")
 
 
 # --- lanes --------------------------------------------------------------------------------------
@@ -218,9 +250,9 @@ def lanes(name: str, title: str, rows: Mapping[str, Sequence[Slot]], end: float,
         words: list[Markup] = []
         for slot in slots:
             x, width = scale(slot.start), scale(slot.end) - scale(slot.start)
-            which = f"k{slot.kind} s{slot.shade}"
+            which = f"k{slot.kind}s{slot.shade}"
             paths[which] = paths.get(which, "") + f"M{x:.1f} {y + 2:g}h{width:.1f}v20h-{width:.1f}z"
             if width > LETTER * len(slot.words) + 2:
                 words.append(label(x + width / 2, y + 17, slot.words, "middle", f"on{slot.kind}"))
-        body += [*(tag("path", d=d, class_=which) for which, d in paths.items()), join(words)]
+        body += [*(shape("path", d=d, class_=which) for which, d in paths.items()), join(words)]
     return drawing(name, title, f"{len(rows)} lanes over {end:.4g} {unit}", bottom + BOTTOM, body, WIDE)

@@ -1,4 +1,7 @@
-"""A page: one file that needs nothing else. Its style is style.css; a policy forbids scripts and loading anything."""
+"""A page: one file that needs nothing else. Its style is style.css and what paint.py makes of the palette.
+
+A policy forbids scripts and loading anything.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from importlib.resources import files
 from markupsafe import Markup
 
 from zero3d.tools.page.markup import join, tag
-from zero3d.tools.page.svg import COLOURS, colour, more_colours
+from zero3d.tools.page.paint import SERIES, colour, style as painted
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(title: str, *body: Markup, series: int = COLOURS) -> str:
+def page(title: str, *body: Markup, series: int = SERIES) -> str:
     """Write the whole file. series: how many have a colour each."""
-    style = Markup((files("zero3d.tools.page") / "style.css").read_text(encoding="utf-8") + more_colours(series))
+    style = Markup(painted(series) + (files("zero3d.tools.page") / "style.css").read_text(encoding="utf-8"))
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -14,6 +14,7 @@ from zero3d.spec.text import GIB, binary
 from zero3d.tools.page import frame
 from zero3d.tools.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.tools.page.markup import tag
+from zero3d.tools.page.paint import classes_of, series_needed
 from zero3d.tools.page.plan_text import (
     LINKS_HEAD,
     LINKS_TITLE,
@@ -38,7 +39,7 @@ from zero3d.tools.page.plan_text import (
     short,
     way_rows,
 )
-from zero3d.tools.page.svg import colour, shade
+from zero3d.tools.page.svg import shade
 from zero3d.tools.plan.bill import Bill
 from zero3d.tools.plan.ladder import RULE, differs
 from zero3d.tools.plan.search import Row
@@ -53,7 +54,7 @@ def plan_page(answer: Answer, top: int) -> str:
     """Write the page, with `top` plans in its table."""
     shown = distinct(answer.result.rows)[:top]
     memory, step = _memory_bars(shown[:BARS]), _step_bars(shown[:BARS])
-    classes, limit = _classes(memory, step), answer.target.limit / GIB
+    classes, limit = classes_of(_series(memory), _series(step)), answer.target.limit / GIB
     return frame.page(
         f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
         tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
@@ -69,7 +70,7 @@ def plan_page(answer: Answer, top: int) -> str:
         ),
         frame.pair(_ladder(answer), _what_if(answer)),
         frame.pair(_left_out(answer), _costs(answer)),
-        series=len(classes),
+        series=series_needed(classes.values()),
     )
 
 
@@ -206,11 +207,6 @@ def _step_bars(rows: Sequence[Row]) -> list[Bar]:
         Bar(_name(i, row), row.estimate.seconds.parts, f"{_digits(row.estimate.seconds.mid)} s")
         for i, row in _numbered(rows)
     ]
-
-
-def _classes(memory: Sequence[Bar], step: Sequence[Bar]) -> dict[str, str]:
-    """Return the class of each part's colour: the same in both charts, and no other part's."""
-    return {name: colour(i) for i, name in enumerate(dict.fromkeys([*_series(memory), *_series(step)]))}
 
 
 def _stacked(

@@ -14,7 +14,7 @@ from zero3d.spec.text import count, size
 from zero3d.tools.page import frame
 from zero3d.tools.page.charts import Slot, Stretch, areas, lanes
 from zero3d.tools.page.markup import tag
-from zero3d.tools.page.svg import colour
+from zero3d.tools.page.paint import category_class
 from zero3d.tools.sim.chrome import describe
 from zero3d.tools.sim.gantt import Gantt, gantt
 from zero3d.tools.sim.result import RankResult, Simulation, Timeline
@@ -94,7 +94,7 @@ def _memory(simulation: Simulation) -> Markup:
     points = min(FINEST, POINTS // len(drawn))
     return frame.card(
         "Memory over a step, by category",
-        frame.legend([names[i] for i in used], [colour(i) for i in used]),
+        frame.legend([names[i] for i in used], [category_class(names[i]) for i in used]),
         tag("p", remark, "The strip below each chart: ", *_phase_names(), class_="dim"),
         frame.pair(*(_rank_memory(rank, points) for rank in drawn)),
     )
@@ -118,6 +118,7 @@ def _rank_memory(rank: RankResult, points: int) -> Markup:
         marks or [Stretch(times[0], PHASES[0])],
         PHASES,
         f"{prefix}B",
+        [category_class(name) for name in rank.timeline.categories],
     )
     peak = rank.peak
     where = f"{describe(peak.at)}{f' in {peak.at.module}' if peak.at.module else ''}"
@@ -178,7 +179,7 @@ def _pipeline(simulation: Simulation, chart: Gantt) -> Markup:
     return frame.card(
         title,
         frame.paragraph(f"{'Its beginning. ' if cut else ''}{remark}", "dim"),
-        frame.legend(shown, [f"k{i} s0" for i in range(len(shown))]),
+        frame.legend(shown, [f"k{i}s0" for i in range(len(shown))]),
         frame.wide(lanes("pipeline", title, rows, end / scale, unit), title),
     )
 

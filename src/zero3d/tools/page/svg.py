@@ -11,20 +11,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
 from markupsafe import Markup
 
 from zero3d.tools.page.markup import tag
+from zero3d.tools.page.paint import attributes
 
 WIDTH = 480.0
 LETTER = 7.2  # units of an average letter at the size of a chart's text
-COLOURS, SHADES = 12, 4  # classes c0 ... and z0 ... of style.css
-GOLDEN = 0.618  # of the colour wheel, from a hue to the next one: none comes close to another soon
-LIGHTNESS = 0.75, 0.35  # in turns, so that neighbours differ in brightness, and both schemes show both
-SATURATION = 0.6
+SHADES = 4  # classes z0 ...
+FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+NAMESPACE = "http://www.w3.org/2000/svg"
 
 
 @dataclass(frozen=True)
@@ -70,22 +69,31 @@ def drawing(
         "svg",
         tag("title", title, id=f"{name}-title"),
         tag("desc", description, id=f"{name}-desc"),
+        shape("rect", width="100%", height="100%", class_="paper"),
         *body,
+        xmlns=NAMESPACE,
         viewBox=f"0 0 {width:g} {height:g}",
         role="img",
         aria_labelledby=f"{name}-title {name}-desc",
+        font_family=FONT,
         style=f"aspect-ratio:{width:g}/{height:g}",
     )
 
 
-def label(x: float, y: float, words: object, anchor: str = "start", class_: str | None = None) -> Markup:
+def shape(name: str, *inside: object, class_: str, **more: object) -> Markup:
+    """Make an element of a drawing, which is painted as its classes say also where there is no page around it."""
+    painted = {key.replace("-", "_"): value for key, value in attributes(class_).items()}
+    return tag(name, *inside, **more, class_=class_, **painted)
+
+
+def label(x: float, y: float, words: object, anchor: str = "start", class_: str = "label") -> Markup:
     """Write text; anchor: start, middle or end of it lies at x."""
-    return tag("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, class_=class_)
+    return shape("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, class_=class_)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     """Draw a straight line."""
-    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+    return shape("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def shorten(words: str, width: float) -> str:
@@ -94,12 +102,14 @@ def shorten(words: str, width: float) -> str:
     return words if len(words) <= letters else words[: letters - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def x_axis(scale: Scale, top: float, bottom: float, title: str) -> Iterator[Markup]:
-    """Draw grid lines with their values below, and a title below those."""
+def x_axis(scale: Scale, top: float, bottom: float, title: str, whole: bool = False) -> Iterator[Markup]:
+    """Draw grid lines with their values below, and a title below those. whole: at whole numbers alone."""
     for tick in scale.ticks():
+        if whole and tick % 1:
+            continue
         x = scale(tick)
         yield line(x, top, x, bottom, "grid")
-        yield label(x, bottom + 16, f"{tick:,g}", "middle", "dim")
+        yield label(x, bottom + 16, in_figures(tick), "middle", "dim")
     yield label((scale.start + scale.end) / 2, bottom + 35, title, "middle", "dim")
 
 
@@ -108,24 +118,13 @@ def y_axis(scale: Scale, left: float, right: float, title: str) -> Iterator[Mark
     for tick in scale.ticks():
         y = scale(tick)
         yield line(left, y, right, y, "grid")
-        yield label(left - 6, y + 4.5, f"{tick:,g}", "end", "dim")
+        yield label(left - 6, y + 4.5, in_figures(tick), "end", "dim")
     yield label(4, scale.end - 12, title, "start", "dim")
 
 
-def colour(i: int) -> str:
-    """Return the class of the i-th series."""
-    return f"c{i}"
-
-
-def more_colours(series: int) -> str:
-    """Write the style of the classes of so many series that style.css has not."""
-    return "".join(map(_style, range(COLOURS, series)))
-
-
-def _style(i: int) -> str:
-    parts = hls_to_rgb(i * GOLDEN % 1, LIGHTNESS[i % 2], SATURATION)
-    value, name = "".join(f"{round(255 * part):02x}" for part in parts), colour(i)
-    return f"rect.{name}, path.{name}.area, i.{name} {{ fill: #{value}; background: #{value}; }}\n"
+def in_figures(value: float) -> str:
+    """Write a value beside an axis: millions in full, what is beyond with an exponent."""
+    return f"{value:,.9g}" if 1e6 <= abs(value) < 1e9 else f"{value:,.6g}"
 
 
 def shade(i: int) -> str:

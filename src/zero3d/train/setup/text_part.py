@@ -97,7 +97,10 @@ def part_of(config: Config, parameters: Collection[str]) -> str:
     if _text_and_whole(config) is None:
         return config.model.part
     model = replace(config.model, init="random", part=TEXT)
-    names = {name for name, _ in as_trained(open_bare(model), config).module.named_parameters()}
+    try:
+        names = {name for name, _ in as_trained(open_bare(model), config).module.named_parameters()}
+    except ConfigError:  # something is asked of a tower or a projector, which the language model alone has not
+        return config.model.part
     return TEXT if names == set(parameters) else config.model.part
 
 
