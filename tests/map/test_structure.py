@@ -404,7 +404,7 @@ def test_no_python_file_is_empty():
 
 
 COMMANDS = [["--help"], ["plan", "--theory", "--params", "7.5e9", "--gpus", "64"],
-            ["config", "schema"], ["compare", "--help"], ["report", "--help"], ["launch", "k8s", "pyproject.toml"]]  # fmt: skip
+            ["config", "schema"], ["compare", "--help"], ["report", "--help"], ["generate", "--help"], ["launch", "k8s", "pyproject.toml"]]  # fmt: skip
 
 
 def test_help_theory_compare_and_launch_import_no_torch():

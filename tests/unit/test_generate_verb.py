@@ -105,6 +105,19 @@ def test_a_run_under_way_is_read_at_its_newest_checkpoint_and_nothing_of_it_chan
     assert out == by_hand(copied / "hf") + "\n"
 
 
+def test_an_export_that_the_run_no_longer_writes_is_not_taken(copied, capsys):
+    file = copied / "config.yaml"
+    written = file.read_text()
+    assert written.count("export: true") == 1
+    file.write_text(written.replace("export: true", "export: false"))
+    assert typed(capsys, copied, TEXT)[1] == f"generating from {copied}/checkpoints/step-2\n"
+    shutil.rmtree(copied / "checkpoints")
+    assert "has no export and no checkpoint yet" in refused(capsys, copied, TEXT)
+    file.write_text(written)
+    (copied / "report.json").unlink()
+    assert typed(capsys, copied, TEXT)[1] == f"generating from {copied / 'hf'}\n"
+
+
 def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newest_then(copied, capsys, monkeypatch):
     (copied / "report.json").unlink()
     expected = typed(capsys, copied / "checkpoints" / "step-1", TEXT)[0]
