@@ -10,17 +10,15 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from training import save_model, save_rows, train, tree
 
 from zero3d.train.endpoints import metric_of
+from zero3d.train.stragglers import FIELDS, KINDS
 from zero3d.zero.step_parts import PARTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 SELDOM = {  # fields that a record has at times
     "of accelerators": ("mfu", "reserved_bytes"),
     "parts that take any time": tuple(f"{part}_s" for part in PARTS),
-    "while a rank is far slower than its peers": (
-        "slowest_rank", "slowest_over", *(f"slowest_{kind}_s" for kind in ("compute", "data", "save", "host")),
-    ),
-    "to come": ("tokens_per_s_per_rank", "tflops_per_rank", "wait_s", "save_wait_s", "peak_memory_bytes"),
-}  # fmt: skip
+    "while a rank is slower than its peers": (*FIELDS, *(f"slowest_{kind}_s" for kind in KINDS)),
+}
 FUNCTIONS = {"time", "rate", "increase"}
 WORDS = re.compile(r"[a-zA-Z_]\w*(?:\[\w+\])?")
 

@@ -258,7 +258,7 @@ def test_exports_while_a_run_trains_draw_nothing_from_its_randomness(otel, monke
     with Collector() as collector:
         otel(collector)
         random.seed(3)
-        tracker = OpenTelemetry("llama", "mine", pytest.fail)
+        tracker = OpenTelemetry("llama", "mine", lambda line: None)
         tracker.log(1, {"loss": 1.0})
         assert collector.asked.wait(60)
         assert random.random() == random.Random(3).random()
@@ -279,12 +279,14 @@ def test_a_collector_that_never_answers_holds_neither_steps_nor_the_end_up(otel,
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1")
     with Collector(answers=False) as collector:
         otel(collector)
-        tracker = OpenTelemetry("llama", "mine", lambda line: None, patience=0.0)
+        said = []
+        tracker = OpenTelemetry("llama", "mine", said.append, patience=0.0)
         tracker.log(1, {"loss": 1.0})
         assert collector.asked.wait(60)
         tracker.log(2, {"loss": 2.0, "a new one": 3.0})
         tracker.close()
         assert "last export" in {thread.name for thread in threading.enumerate()}, "which is not waited for"
+        assert said[-1] == "warning: tracker otel: the collector has not answered for 0 s at the end"
 
 
 def test_the_end_of_a_run_waits_for_seconds_alone():

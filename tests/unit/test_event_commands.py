@@ -48,6 +48,15 @@ def test_a_command_gets_its_facts_and_has_a_session_a_log_and_no_input(heard, ou
     assert not (output / "events.log").exists()
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ZERO3D_LAUNCHED"])
+def test_a_command_is_no_rank(heard, output, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MY_RANK", "7")
+    command = f"echo [${name}] $MY_RANK $ZERO3D_EVENT > '{heard.path}'"
+    EventCommands({"end": command}, output, say=pytest.fail).fire("end", {})
+    assert heard.lines(1) == ["[] 7 end"]
+
+
 @pytest.mark.parametrize(("commands", "rank"), [(None, 0), ({}, 0), ({"straggler": "true"}, 0), ({"end": "true"}, 1)])
 def test_nothing_is_started_for_other_events_nor_on_other_ranks(output, monkeypatch, commands, rank):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a command was started"))

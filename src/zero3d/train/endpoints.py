@@ -262,7 +262,9 @@ class OpenTelemetry:
         ending.start()
         ending.join(self._patience)
         self._tell()
-        if not ending.is_alive():
+        if ending.is_alive():
+            self._say(f"warning: tracker otel: the collector has not answered for {self._patience:g} s at the end")
+        else:
             self._log.close()
 
     def _end(self) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import time
 import warnings
@@ -35,6 +36,8 @@ from zero3d.train.folder import APPENDED
 from zero3d.watchdog.own_files import FOR_ALL
 
 MOST = 4
+# Of a rank, by its launcher: a command is none, and may start a run of its own.
+OF_A_RANK = re.compile(r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ZERO3D)_.*")
 FILE = "events.log"
 TOLD = b"told\n"
 GONE = "rank 0 has ended without a word: killed, or ended by the watchdog or its launcher"
@@ -117,9 +120,10 @@ class EventCommands:
         told = {"event": event, "run": self._output.name, "output": self._output, **facts}
         return {f"ZERO3D_{name.upper()}": str(value).replace("\0", " ") for name, value in told.items()}
 
-    def _popen(self, words: list[str], told: Mapping[str, str], stdin: int, stdout: int) -> subprocess.Popen[bytes]:
+    def _popen(self, words: list[str], told: dict[str, str], stdin: int, stdout: int) -> subprocess.Popen[bytes]:
+        own = {name: value for name, value in os.environ.items() if not OF_A_RANK.fullmatch(name)}
         return subprocess.Popen(
-            words, env={**os.environ, **told}, stdin=stdin, stdout=stdout, stderr=stdout, start_new_session=True
+            words, env=own | told, stdin=stdin, stdout=stdout, stderr=stdout, start_new_session=True
         )
 
     def _say_told(self) -> None:

@@ -376,7 +376,7 @@ class Loop:
         if (slow := self.ranks.news()) is not None:
             line = slow.line(self.ranks.hosts)
             progress.say(f"step {self.state.step}: {line}")
-            facts = {"what": line, "slowest_host": self.ranks.hosts[slow.rank], "slowest_part": slow.part}
+            facts = {"why": line, "slowest_host": self.ranks.hosts[slow.rank], "slowest_part": slow.part}
             self.events.fire(STRAGGLER, {"step": self.state.step, **facts, **slow.fields()})
 
     def _check_plan(self, progress: Progress) -> None:
