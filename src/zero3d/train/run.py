@@ -261,7 +261,7 @@ def _finish(
                     copied = f"{config.checkpoint.to.rstrip('/')}/{place.name}"
                     copy = partial(copy_export, place.path, copied) if engine.world.rank == 0 else lambda: None
                     agree(engine.world.patient, copy)
-        text = sample(config, engine, inputs.data, progress)
+        session.sample = text = sample(config, engine, inputs.data, progress)
     if engine.offload.uses_folder:
         agree(engine.world, lambda: None)  # nobody reads it any more
         if inputs.mesh.local_rank == 0:
