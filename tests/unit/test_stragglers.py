@@ -86,6 +86,17 @@ def test_five_percent_are_found_within_twenty_steps_in_99_of_100_drawn_runs():
     assert first_found(1000) >= 990
 
 
+@pytest.mark.parametrize(("which", "told"), [("alike", set()), ("slow", {(1, "compute")})])
+def test_recorded_runs_of_two_ranks_on_a_busy_machine(which, told):
+    series = json.loads(RECORDED.read_text())[which]
+    rows = [[[math.nan if value is None else value for value in row] for row in message] for message in series]
+    heard = found([[Window.of_numbers(row) for row in message] for message in rows], [0, 0])
+    assert {(slow.rank, slow.part) for _, slow in heard} == told
+    if told:
+        assert heard[0][0] == 3  # as soon as there are twenty steps of them
+        assert all(0.15 < slow.over < 0.25 for _, slow in heard)
+
+
 def test_drawn_runs_a_few_of_them():
     assert false_alarms(10) == 0
     assert first_found(20) >= 19
