@@ -251,7 +251,6 @@ RECIPES = {
         Recipe("gpu-turns", tuple(f"python benchmarks/gpu_check.py {words}" for words in _CARD_TURNS), timed=False),
         Recipe("doctor", ("python benchmarks/doctor.py --json OUT",)),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
-        Recipe("watching", ("python benchmarks/watching.py --json OUT",)),
     )
 }
 
