@@ -18,7 +18,7 @@ from zero3d.zero.step_parts import PARTS
 ROWS, LENGTH = 14, 16
 MOVING = (
     "seconds", "tokens_per_s", "tokens_per_s_per_rank", "tflops_per_rank", "wait_s", "memory_bytes", "peak_memory_bytes",
-    "reserved_bytes", "save_seconds", "save_bytes", "save_wait_s",
+    "reserved_bytes", "save_seconds", "save_bytes", "save_wait_s", "resumed_from",
 )  # fmt: skip
 TIMES = re.compile(rf"({'|'.join(PARTS)})_s(_least|_largest)?")
 

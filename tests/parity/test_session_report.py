@@ -59,7 +59,8 @@ def test_a_run_that_is_stopped_says_where_and_one_that_goes_on_is_a_session_of_i
     left = report_of(made)
     assert (left["step"], left["ended"]["how"], left["ended"]["why"]) == (3, "stopped", said)
     assert heard.lines(1) == [f"stopped 3 {said}"]
-    train(made, resume="auto")
+    records = train(made, resume="auto")
+    assert {record["step"]: record["resumed_from"] for record in records if "resumed_from" in record} == {4: 3}
     left = report_of(made)
     assert (left["step"], left["session_steps"], left["ended"]["how"]) == (5, 2, "finished")
     assert heard.lines(1) == ["finished 5 "]

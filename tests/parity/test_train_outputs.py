@@ -131,10 +131,13 @@ def chunks(raw, head=7, block=1 << 15, whole=1, last=4):
 def test_a_trace_of_the_asked_steps_is_readable(ranks, folder):
     made = tree(folder, profile={"steps": 2, "after": 1}, train={"steps": 4})
     ranks(2, train, made)
-    assert [path.name for path in Path(made["output"]).glob("trace*")] == ["trace-rank-0.json"]
-    events = json.loads((Path(made["output"]) / "trace-rank-0.json").read_text())["traceEvents"]
-    names = [event.get("name", "") for event in events]
-    assert sum(name == "aten::embedding" for name in names) == 2 * 2, "two steps of two micro-batches"
+    files = sorted(path.name for path in Path(made["output"]).glob("trace*"))
+    assert files == ["trace-rank-0.json", "trace-rank-1.json", "trace.json"]
+    for file, ranks_in_it in zip(files, (1, 1, 2), strict=True):
+        events = json.loads((Path(made["output"]) / file).read_text())["traceEvents"]
+        embeddings = [event for event in events if event.get("name") == "aten::embedding"]
+        assert len(embeddings) == ranks_in_it * 2 * 2, "two steps of two micro-batches"
+        assert len({event["pid"] for event in embeddings}) == ranks_in_it
 
 
 def test_metrics_are_valid_json_and_count_what_was_done(ranks, folder):

@@ -38,6 +38,11 @@ def test_each_end_has_its_own_slope():
     turned = [abs(place - 50) / 10 for place in range(101)]
     found = smooth(turned)
     assert (found[0], found[-1]) == pytest.approx((5.0, 5.0))
+    noise = [0.1, -0.1, 0.0] * 20  # a slope that it may have made is compared with that of its own end
+    level, rising = [2.0 + each for each in noise], [2.0 + 0.03 * step + each for step, each in enumerate(noise)]
+    assert smooth([*level, *rising])[-1] == pytest.approx(3.77, abs=0.08)
+    assert smooth([*reversed(rising), *level])[0] == pytest.approx(3.77, abs=0.08)
+    assert smooth([*rising, *level])[-1] == pytest.approx(2.0, abs=0.03)
 
 
 @pytest.mark.parametrize("place", [0, 1, 20, -2, -1])

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from zero3d.distributed.devices import Launched, choose_device, claim_device, count_devices
+from zero3d.distributed.devices import (
+    P2P_OFF,
+    Launched,
+    choose_device,
+    claim_device,
+    count_devices,
+    without_peer_access,
+)
 from zero3d.errors import MeshError
 
 ALONE = Launched(0, 0, own_device=False)
@@ -110,3 +117,21 @@ def test_two_ranks_on_one_device_are_refused_and_two_devices_are_not(monkeypatch
         else:
             with pytest.raises(MeshError, match="ranks 0 and 2 both compute on cuda:0"):
                 claim_device(store, torch.device("cuda:0"), rank)
+
+
+@pytest.mark.parametrize(
+    ("count", "apart", "said"),
+    [(1, [], None), (4, [], None), (2, [(0, 1)], "GPUs 0 and 1 of "), (4, [(1, 2), (1, 3)], "(P2P; 2 of 6 pairs)")],
+)
+def test_gpus_that_do_not_reach_each_other_are_said_with_what_to_set(monkeypatch, count, apart, said):
+    monkeypatch.delenv(P2P_OFF, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in apart)
+    line = without_peer_access(torch.device("cuda", 0))
+    assert (line is None) == (said is None)
+    if said is not None:
+        assert said in line
+        assert "set NCCL_P2P_DISABLE=1" in line
+    assert without_peer_access(torch.device("cpu")) is None
+    monkeypatch.setenv(P2P_OFF, "1")  # it is set already
+    assert without_peer_access(torch.device("cuda", 0)) is None

@@ -34,7 +34,19 @@ def test_each_of_these_alone_stops_a_job(name):
     assert stops({name: WRONG}) == [name]
 
 
-def test_what_a_busy_machine_makes_stops_none():
+@pytest.mark.parametrize(("load", "verdict"), [(3.1, WARNING), (3.0, BROKEN), (0.0, BROKEN)])
+def test_a_probe_without_an_answer_is_a_warning_where_processes_wait_for_cores(monkeypatch, load, verdict):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 99.0, 99.0))
+    monkeypatch.setattr("zero3d.tools.doctor.examine.usable_cores", lambda: 2)
+    found = _unanswered(PROBES[0], 60.0)
+    assert (found.verdict, "no answer in 60 s" in found.text) == (verdict, True)
+    assert ("3.1 processes wait for 2 cores" in found.text) is (verdict == WARNING)
+    assert "zero3d doctor --only versions" in found.remedy
+    assert stops({"gpus": found}) == []
+
+
+def test_what_a_busy_machine_makes_stops_none(monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     late = {probe.name: _unanswered(probe, probe.timeout) for probe in PROBES}
     assert {each.verdict for each in late.values()} == {BROKEN}
     assert stops(late) == []

@@ -53,6 +53,17 @@ def test_a_wrong_key_of_another_section_is_not_hidden():
         begun({"zero": {"stage": 2}, "mesh": {"dp": 3, "pp": 7}})
 
 
+def test_typed_steps_over_a_files_epochs_and_the_other_way_round_are_said():
+    tree = {"data": {"length": 64, "tokenizer": "bytes"}, "train": {"epochs": 2.5}}
+    config, lines = load_filled(tree, ["train.steps=5"])
+    assert (config.train.steps, config.train.epochs) == (5, None)
+    assert lines == ["train.steps: 5, as typed; train.epochs 2.5 of the file does not count"]
+    assert load_filled(tree, ["train.epochs=3"]).lines == []
+    assert load_filled(tree).lines == []
+    _, lines = load_filled(tree | {"train": {"steps": 7}}, ["train.epochs=3"])
+    assert lines == ["train.epochs: 3, as typed; train.steps 7 of the file does not count"]
+
+
 def test_a_folder_gets_no_tokenizer_of_another_kind(tmp_path):
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama", "n_positions": 64, "vocab_size": 300}')

@@ -275,8 +275,9 @@ def test_the_page_says_what_was_found():
     assert [row[0].text for row in ranked] == ["1", "2", "3"]
 
 
-def test_a_part_has_its_colour_in_every_chart_and_no_other_has_it():
-    root = tree(plan_page(answer(40), 10))
+@pytest.mark.parametrize("by_category", [False, True])
+def test_a_part_has_its_colour_in_every_chart_and_no_other_has_it(by_category):
+    root = tree(plan_page(in_categories(answer(40)) if by_category else answer(40), 10))
     drawn = {(hint[0].text.partition(":")[0], hint.get("class").split()[0]) for hint in root.iter("rect") if len(hint)}
     listed = {("".join(item.itertext()), item[0].get("class")) for item in root.iter("li")}
     assert drawn <= listed

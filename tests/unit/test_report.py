@@ -40,6 +40,7 @@ def result_of(steps, before=0):
         sample="",
         checkpoint="runs/mine/checkpoints/step-5",
         slowest=None,
+        trace=None,
         folder=SimpleNamespace(root="runs/mine", metrics="runs/mine/metrics.jsonl", curves="run.png"),
     )
 

@@ -16,6 +16,8 @@ from zero3d.tools.cli.report_page import report_page
 from zero3d.tools.cli.run_folder import read_run
 from zero3d.tools.page.curves import STRETCHES, Curve, curves, thinned
 from zero3d.tools.page.paint import MARKS, attributes
+from zero3d.train.folder import Folder
+from zero3d.train.stragglers import Slow
 from zero3d.train.tables import MemoryRow
 
 MEMORY = [
@@ -101,7 +103,14 @@ def test_the_curves_have_the_marks_of_what_happened_and_a_legend_that_names_them
         highs = [float(y) for y in re.findall(r"M[\d.]+ ([\d.]+)", paths["skipped"].get("d"))]
         assert min(lows) > 150 > 40 > max(highs)
     legend = [words(item) for item in next(each for each in root.iter("ul"))]
-    assert legend == ["each step", "average", "held out", "checkpoint saved (9)", "step skipped (3)", "run resumed (1)"]
+    assert legend == [
+        "each step",
+        "average",
+        "held out",
+        "\u25b2 checkpoint saved (9)",
+        "\u00d7 step skipped (3)",
+        "\u00a6 run resumed (1)",
+    ]
     classes = {each.get("class") for each in drawing(root, "loss").iter("path")}
     assert {"raw", "average", "held"} <= classes
     assert "held" not in {each.get("class") for each in drawing(root, "norm").iter("path")}
@@ -162,28 +171,26 @@ def test_parts_of_a_step_have_whiskers_over_ranks_and_colours_that_memory_has_no
     assert not memory & {*bars}
 
 
-SLOW = {
-    "slowest_rank": 1,
-    "slowest_over": 0.08,
-    "slowest_steps": 40,
-    "slowest_of_steps": 50,
-    "slowest_compute_s": 0.01,
-    "slowest_data_s": 0.12,
-}
+SLOW = Slow(1, 0.08, 40, 50, {"compute": 0.01, "data": 0.12, "save": 0.0, "host": -0.005})
 
 
 def test_a_slow_rank_is_named_with_its_host_and_the_part_that_takes_longest(tmp_path):
     found = records(50)
-    found[40] |= SLOW
+    found[40] |= SLOW.fields()
     card = cards(page(tmp_path, found))["A slow rank"]
-    assert (
-        "Rank 1 on node2 was the slowest, 8 % over the median of its peers in 40 of 50 steps, most of all in data."
-        in words(card)
-    )
-    assert "As of step 41." in words(card)
-    assert rows(card) == [["compute", "+0.01"], ["data", "+0.12"]]
-    found[40] |= {"slowest_rank": 7, "slowest_over": None}
-    assert "Rank 7 was the slowest in 40" in words(cards(page(tmp_path, found))["A slow rank"])
+    assert "At step 41: slowest rank 1 (node2): +8 % over the median in 40 of 50 steps: data." in words(card)
+    assert "zero3d doctor --run" in words(card)
+    assert rows(card) == [["compute", "+0.01"], ["data", "+0.12"], ["save", "+0"], ["host", "-0.005"]]
+    found[40] |= {"slowest_rank": 7}
+    assert "slowest rank 7: +8 %" in words(cards(page(tmp_path, found))["A slow rank"])
+    found[40] |= {"slowest_over": None}
+    assert "A slow rank" not in cards(page(tmp_path, found))
+
+
+def test_the_sample_at_the_end_is_on_the_page_with_its_lines(tmp_path):
+    root = page(tmp_path, records(12), FULL | {"sample": "def <f>(x):\n    return x"})
+    assert "def <f>(x):\n    return x" in "".join(cards(root)["A sample"].itertext())
+    assert "A sample" not in cards(page(tmp_path, records(12), FULL | {"sample": ""}))
 
 
 @pytest.mark.parametrize(("ended", "files", "saved", "said"), [
@@ -308,7 +315,15 @@ def test_the_page_is_written_into_the_folder_or_where_it_is_asked_for(tmp_path, 
     assert "cannot be written (No such file or directory)" in capsys.readouterr().err
 
 
-def test_a_page_is_no_obstacle_to_a_run_that_goes_on_or_begins_anew():
-    from zero3d.train.folder import WRITTEN
+def test_a_run_that_begins_anew_clears_its_pictures_and_pages_and_those_of_earlier_versions(tmp_path):
+    left(tmp_path)
+    for name in ("report.html", "run.png", "loss.png", "mine.txt"):
+        (tmp_path / name).touch()
+    Folder(tmp_path).clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
-    assert {"report.html", "run.png", "loss.png"} <= {*WRITTEN}
+
+def test_what_only_the_report_says_of_a_slow_rank_is_shown(tmp_path):
+    root = page(tmp_path, records(12), FULL | {"slowest": "rank 1 on node2 was slow\x1b[31m"})
+    assert words(cards(root)["A slow rank"]) == "A slow rank rank 1 on node2 was slow [31m"
+    assert "A slow rank" not in cards(page(tmp_path, records(12), FULL | {"slowest": ["x"]}))

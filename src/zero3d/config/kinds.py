@@ -1,7 +1,7 @@
 """One row per type that a key may have: its words, how a written value becomes one, its JSON Schema.
 
     type                  also accepted
-    int                   "3", 1e3, 1000.0
+    int                   "3", 1e3, 1000.0; in an override also "'3'"
     float                 3, "1e-4" (which YAML 1.1 reads as text)
     bool                  "true", "false", "yes", "no", "on", "off"
     str
@@ -81,10 +81,13 @@ def _number(value: Any) -> float:
 
 
 def _decimal(value: Any) -> Any:
-    """Return the number that a text is; all else as it is."""
+    """Return the number that a text is, perhaps in quotes that a shell has left; all else as it is."""
     if not isinstance(value, str):
         return value
-    if not DECIMAL.fullmatch(text := value.strip()):
+    text = value.strip()
+    if len(text) > 2 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1].strip()
+    if not DECIMAL.fullmatch(text):
         raise ValueError
     try:
         return int(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from zero3d.errors import MeshError
+
+P2P_OFF = "NCCL_P2P_DISABLE"
 
 
 class Launched(NamedTuple):
@@ -76,6 +79,30 @@ def _own_index(kind: torch.device, launched: Launched) -> int:
             'zero3d.Mesh(device="cpu") or another device.'
         )
     return launched.local_rank
+
+
+def without_peer_access(device: torch.device) -> str | None:
+    """Return a line about GPUs of this host that cannot read each other's memory; None where all can, or there is one.
+
+    NCCL then sends through the host's memory, which is slower, and on some boards hangs where it tries peer access.
+    """
+    if device.type != "cuda" or os.environ.get(P2P_OFF) == "1":
+        return None
+    count = torch.cuda.device_count()
+    apart = [
+        (one, other)
+        for one in range(count)
+        for other in range(one + 1, count)
+        if not torch.cuda.can_device_access_peer(one, other)
+    ]
+    if not apart:
+        return None
+    (one, other), pairs = apart[0], count * (count - 1) // 2
+    return (
+        f"GPUs {one} and {other} of {socket.gethostname()} have no peer access (P2P; {len(apart)} of {pairs} pairs): "
+        f"NCCL sends through the host's memory. If ranks hang or results are wrong, set {P2P_OFF}=1; zero3d doctor "
+        "--only p2p,nccl,acs says why"
+    )
 
 
 def claim_device(store: Store, device: torch.device, rank: int) -> None:

@@ -24,7 +24,8 @@ metrics            records of steps to metrics.jsonl and to trackers
 trackers           TensorBoard, Weights & Biases, SwanLab, MLflow, Trackio, which a run goes on without
 endpoints          Prometheus and OpenTelemetry: the last values of a run, for monitoring
 progress           a live bar, or lines; how long the rest takes
-profiler           a profiler's trace of a few steps
+profiler           a profiler's trace of a few steps, on every rank
+traces             traces of several ranks as one file (no torch)
 flops              operations of a step, and how many a device could do
 measure            memory measured beside the formulas
 device_memory      memory of a device, allocated and reserved

@@ -7,7 +7,8 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   kept.safetensors  tensors of the model's folder that exports carry on, where there are any (models/kept.py)
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
-  run.png, trace-rank-0.json
+  run.png
+  trace-rank-R.json, trace.json   steps that were traced, of each rank and of all (traces.py)
   report.json     memory, traffic, settings, versions, how the session ended (session_report.py)
   report.html     the page of zero3d report OUTPUT --html
   profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster
@@ -43,6 +44,7 @@ from zero3d.errors import CheckpointError, ConfigError, remedy_of, short
 from zero3d.reading import Unreadable, open_regular, parse_object
 from zero3d.train.export_places import HF, NAMES, all_places
 from zero3d.train.lock import LOCK, FolderLock
+from zero3d.train.traces import MERGED
 from zero3d.watchdog.own_files import write_whole
 
 UNREAD, APPENDED = "metrics-unread.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -57,7 +59,7 @@ WRITTEN = (
     f".{KEPT}.tmp",
     "run.png",
     "loss.png",  # of earlier versions
-    "trace-rank-0.json",
+    MERGED,
     "profile.json",
     REPORT,
     PAGE,
@@ -274,7 +276,11 @@ class Folder:
         """Remove what a run has written."""
         for place in all_places(self.root):
             place.refuse()
-        for path in (*(self.root / name for name in WRITTEN), *self.root.glob("watchdog-*.*")):  # of hosts
+        for path in (
+            *(self.root / name for name in WRITTEN),
+            *self.root.glob("watchdog-*.*"),
+            *self.root.glob("trace-rank-*.json"),
+        ):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     # --- resuming -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.config import Config
-from zero3d.config.sections import NONFINITE
+from zero3d.config.sections import NONFINITE, STRAGGLER
 from zero3d.data.batches import BatchStream
 from zero3d.data.sequences import Samples
 from zero3d.engine.engine import Engine
@@ -107,6 +107,7 @@ class Loop:
         self._flops, self.tokens = flops, 0
         self._spikes = SpikeWatch()
         self._of_ranks: list[float] = []  # of each in the last step: signal, tokens, whether its save is over
+        self.tracer: Tracer | None = None  # of the steps that are traced
         device = engine.mesh.device
         self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
@@ -138,7 +139,7 @@ class Loop:
                 self.engine.reserve_saves()
         if self.engine.tower_gradients is not None:
             self.engine.tower_gradients.tell = progress.say
-        tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
+        self.tracer = tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
         heartbeat = self.engine.mesh.heartbeat
         with (
             StopRequest() as request,
@@ -373,7 +374,10 @@ class Loop:
     def _note_slow_rank(self, progress: Progress) -> None:
         """Say of a rank that is slower than its peers."""
         if (slow := self.ranks.news()) is not None:
-            progress.say(f"step {self.state.step}: {slow.line(self.ranks.hosts)}")
+            line = slow.line(self.ranks.hosts)
+            progress.say(f"step {self.state.step}: {line}")
+            facts = {"why": line, "slowest_host": self.ranks.hosts[slow.rank], "slowest_part": slow.part}
+            self.events.fire(STRAGGLER, {"step": self.state.step, **facts, **slow.fields()})
 
     def _check_plan(self, progress: Progress) -> None:
         """Print plan against actual, once, where a run has that."""

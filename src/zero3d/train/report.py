@@ -112,6 +112,8 @@ def summary(result: Result) -> Iterator[str]:
     if result.fingerprint and result.history:
         yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
     yield f"checkpoint: {shown_path(result.checkpoint)}    metrics: {result.folder.metrics}"
+    if result.trace is not None:
+        yield f"trace of {result.config.profile.steps} steps on all ranks: {result.trace}, for ui.perfetto.dev"
 
 
 def _pace(result: Result) -> str:
@@ -204,6 +206,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "export": str(result.exports[0].resolve()) if result.exports else None,
             "exports": [str(path.resolve()) for path in result.exports],
             "metrics": str(folder.metrics.resolve()),
+            "trace": None if result.trace is None else str(result.trace.resolve()),
             "loss_curve": str(curves.resolve()) if curves.exists() else None,
         },
     }

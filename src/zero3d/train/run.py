@@ -48,6 +48,7 @@ from zero3d.train.offload import as_measured, choice_of, choose, described, drop
 from zero3d.train.own_values import open_function
 from zero3d.train.planner import Planned
 from zero3d.train.post_mortem import PostMortem
+from zero3d.train.profiler import merged
 from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.resume_settings import batches_of, describe, settings_of, with_groups, with_saved
@@ -76,6 +77,7 @@ class Result:
     exports        folders that were written; reloaded_by: the class that has loaded the first of them
     values         of evaluate.function, at the last evaluation
     ended_early    why the run ended before its last step, or None
+    trace          the file of all ranks' traced steps; None where none was traced
     slowest        the last rank that was slower than its peers, in words; None where none was
     """
 
@@ -106,6 +108,7 @@ class Result:
     values: Mapping[str, float] = field(default_factory=dict)
     ended_early: str | None = None
     slowest: str | None = None
+    trace: Path | None = None
 
     @property
     def exported_loss(self) -> float:
@@ -244,6 +247,7 @@ def _finish(
     engine, folder, tokenizer = loop.engine, loop.folder, inputs.data.tokenizer
     session.measure()
     peak, reserved = fullest(engine, memory_peak(engine))
+    trace = merged(loop.tracer, folder.root, engine.world.patient, loop.ranks.hosts) if loop.tracer else None
     fingerprint = engine.fingerprint() if engine.policy.exact else ""
     expert_load = engine.expert_load.over_dp()
     base = inputs.opened.folder
@@ -257,7 +261,7 @@ def _finish(
                     copied = f"{config.checkpoint.to.rstrip('/')}/{place.name}"
                     copy = partial(copy_export, place.path, copied) if engine.world.rank == 0 else lambda: None
                     agree(engine.world.patient, copy)
-        text = sample(config, engine, inputs.data, progress)
+        session.sample = text = sample(config, engine, inputs.data, progress)
     if engine.offload.uses_folder:
         agree(engine.world, lambda: None)  # nobody reads it any more
         if inputs.mesh.local_rank == 0:
@@ -293,6 +297,7 @@ def _finish(
         values=loop.evaluations.values,
         ended_early=loop.why_over,
         slowest=loop.ranks.line,
+        trace=trace,
     )
 
 

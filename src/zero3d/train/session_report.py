@@ -33,7 +33,8 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"
 class SessionReport:
     """Keeps what a session has measured on this rank. Nothing is sent, and nothing waits for the device.
 
-    steps  the run's last one
+    steps   the run's last one
+    sample  the text at the run's end; empty before, and where there is none
     """
 
     def __init__(self, loop: Loop, activations: Activations, micro_batches: int, steps: int) -> None:
@@ -41,6 +42,7 @@ class SessionReport:
         self._micro_batches, self._steps = micro_batches, steps
         self._began = time.strftime(TIME)
         self._ended: dict[str, str] | None = None
+        self.sample = ""
         self.measure()
 
     def measure(self) -> None:
@@ -109,6 +111,7 @@ class SessionReport:
             "precision": engine.precision.name,
             "hosts": self._loop.ranks.hosts,
             "slowest": self._loop.ranks.line,
+            "sample": self.sample,
             "peak_held": self.peak_held,
             "memory": [row.as_json() for row in self.memory],
             "traffic": [row.as_json() for row in self.traffic],

@@ -27,18 +27,13 @@ from zero3d.tools.page import frame
 from zero3d.tools.page.charts import Bar, Span, bars, spans
 from zero3d.tools.page.curves import Curve, curves, margin
 from zero3d.tools.page.markup import tag
-from zero3d.tools.page.paint import MARKS, classes_of, series_needed
+from zero3d.tools.page.paint import FORMS, MARKS, classes_of, series_needed
 from zero3d.train import tables
 from zero3d.train.curve import limits, smooth
+from zero3d.train.stragglers import KINDS, Slow
 from zero3d.zero.step_parts import PARTS, WORDS
 
 SHOWN = 0.002  # of a step: parts that take less are in the table alone
-SLOW = (
-    ("compute", "compute"),
-    ("data", "data"),
-    ("save", "saves"),
-    ("host", "its host"),
-)  # fields slowest_..._s of a record
 STATES = {UNKNOWN: "how it ended is not known"}
 SCALES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
@@ -58,6 +53,7 @@ def report_page(left: Left) -> str:
         *_memory(left, memory, classes),
         *_times(parts, classes),
         *_slow_rank(left),
+        *_sample(left),
         *_traffic(left, traffic),
         *_settings(left),
     ]
@@ -178,7 +174,7 @@ def _curves(left: Left, of_loss: Sequence[float]) -> Iterator[Markup]:
             own += [Curve("held", series.held_out, dots=True)] * (panel.name == "loss" and bool(held_out))
             drawn.append(curves(panel.name, panel.title, own, ranges[panel.name], _span(left), marks, indent))
     named = {"raw": "each step", "average": "average"} | ({"held": "held out"} if held_out else {})
-    named |= {kind: f"{MARKS[kind]} ({len(steps):,})" for kind, steps in marks.items()}
+    named |= {kind: f"{FORMS[kind]} {MARKS[kind]} ({len(steps):,})" for kind, steps in marks.items()}
     yield frame.card(
         "Curves",
         frame.legend(list(named.values()), list(named)),
@@ -338,26 +334,27 @@ def _in_words(row: Span) -> Span:
 
 
 def _slow_rank(left: Left) -> Iterator[Markup]:
-    """Yield the last rank that a record calls slow, and in what."""
-    record = left.course.slowest
-    rank = _number(record.get("slowest_rank"))
-    if rank is None:
+    """Yield the last rank that a record calls slow, and in what; where none does, what report.json says."""
+    record, told = left.course.slowest, left.report.get("slowest")
+    if (slow := Slow.of_fields(record)) is None:
+        if isinstance(told, str):
+            yield frame.card("A slow rank", frame.paragraph(view.word(told)))
         return
     hosts = left.report.get("hosts")
-    host = hosts[int(rank)] if isinstance(hosts, list) and 0 <= rank < len(hosts) else None
-    over, steps, of = (_number(record.get(f"slowest_{name}")) for name in ("over", "steps", "of_steps"))
-    words = f"Rank {rank:.0f}{'' if host is None else f' on {view.word(host)}'} was the slowest"
-    words += "" if over is None else f", {100 * over:.0f} % over the median of its peers"
-    words += "" if steps is None or of is None else f" in {steps:.0f} of {of:.0f} steps"
-    parts = {word: _number(record.get(f"slowest_{name}_s")) for name, word in SLOW}
-    known = {word: value for word, value in parts.items() if value is not None}
-    most = max(known, key=lambda word: known[word], default=None)
-    words += "." if most is None else f", most of all in {most}."
-    rows = [(word, f"{value:+.4g}") for word, value in known.items()]
-    table = [frame.table("A slow rank", ("Part", "Seconds a step over the median"), rows, "<>")] if rows else []
+    names = [view.word(host) for host in hosts] if isinstance(hosts, list) else []
+    rows = [(kind, f"{slow.seconds[kind]:+.4g}") for kind in KINDS]
     yield frame.card(
-        "A slow rank", frame.paragraph(words), *table, frame.paragraph(f"As of step {record['step']:,}.", "dim")
+        "A slow rank",
+        frame.paragraph(f"At step {record['step']:,}: {slow.line(names)}."),
+        frame.table("A slow rank", ("Its own time", "Seconds a step over the median"), rows, "<>"),
+        frame.paragraph(f"What to look at: zero3d doctor --run {left.folder.root}", "dim"),
     )
+
+
+def _sample(left: Left) -> Iterator[Markup]:
+    """Yield the text at the run's end."""
+    if isinstance(text := left.report.get("sample"), str) and text:
+        yield frame.card("A sample", tag("pre", text))
 
 
 # --- tables -------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ def _head(left: Left) -> Iterator[str]:
         yield f"step {course.last['step']:,}{of}{more}; {done} in {course.seconds:.1f} s"
         values = ", ".join(f"{view.word(name)} {value:.6f}" for name, value in course.values.items())
         yield f"last loss {course.losses[-1]:.6f}{f'; last evaluation: {values}' if values else ''}"
+    if isinstance(slowest := left.report.get("slowest"), str):
+        yield view.word(slowest)
+    if isinstance(sample := left.report.get("sample"), str) and sample:
+        yield "a sample:"
+        yield from (f"    {view.word(line)}" for line in sample.splitlines())
 
 
 def _tables(left: Left) -> Iterator[Table]:

@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from zero3d.errors import ConfigError, short
-from zero3d.tools.doctor.finding import BROKEN, UNANSWERED, Finding, Request
+from zero3d.memory.cgroups import usable_cores
+from zero3d.tools.doctor.finding import BROKEN, UNANSWERED, WARNING, Finding, Request
 from zero3d.tools.doctor.table import Probe
 
+BUSY = 1.5  # processes that run or wait, a core: the probes are among them
 START = 30.0  # seconds until a process has begun its first probe: busy machines import slowly
 KILLED = 2.0  # seconds in which a killed process is gone
 AT_ONCE = 4  # processes
@@ -131,9 +133,14 @@ def _lines(process: subprocess.Popen[bytes]) -> queue.Queue[dict[str, Any] | Non
 
 
 def _unanswered(probe: Probe, limit: float) -> Finding:
-    text = f"no answer in {limit:g} s: it hangs, or this machine is very busy"
+    """Judge a probe that has not answered: on a machine with more to do than cores it may only have waited for one."""
+    load, cores = os.getloadavg()[0], usable_cores()
     remedy = f"try it alone: zero3d doctor --only {probe.name}; if it still hangs: {probe.remedy}"
-    return Finding(BROKEN, text, remedy, {UNANSWERED: limit})
+    figures = {UNANSWERED: limit, "load": load, "cores": cores}
+    if load > BUSY * cores:
+        text = f"no answer in {limit:g} s, on a busy machine: {load:.1f} processes wait for {cores} cores"
+        return Finding(WARNING, text, f"when the machine has less to do, {remedy}", figures)
+    return Finding(BROKEN, f"no answer in {limit:g} s: it hangs, or this machine is very busy", remedy, figures)
 
 
 def _crashed(process: subprocess.Popen[bytes], errors: IO[bytes]) -> Finding:

@@ -70,6 +70,11 @@ PAINT: Mapping[str, Paint] = {
     **_ordered("p", 16, 40, 66, 95),
 }
 MARKS = {"saved": "checkpoint saved", "skipped": "step skipped", "resumed": "run resumed"}  # what happened at a step
+FORMS = {
+    "saved": "\N{BLACK UP-POINTING TRIANGLE}",
+    "skipped": "\N{MULTIPLICATION SIGN}",
+    "resumed": "\N{BROKEN BAR}",
+}  # as text
 SERIES = len(CATEGORIES)  # that have a colour in the palette
 
 

@@ -24,6 +24,7 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.cores import bind_to_device
 from zero3d.distributed.determinism import make_deterministic
+from zero3d.distributed.devices import without_peer_access
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_replay
@@ -85,6 +86,8 @@ def open_inputs(
     mesh = open_mesh(config)
     if (near := bind_to_device(mesh.device)) is not None:  # before anything is pinned, and threads are started
         say(near)
+    if (apart := without_peer_access(mesh.device)) is not None:
+        say(apart)
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, lambda: check(mesh))

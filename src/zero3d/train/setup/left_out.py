@@ -3,6 +3,8 @@
     data.length     the default, or the model's positions where these are fewer
     data.tokenizer  bytes, where the data are text and the model is no folder, which would bring a tokenizer
 
+Typed steps displace a file's epochs, and the other way round: that is said, too.
+
 A value that is given stays as it is, and is refused where it does not fit. A folder that holds no tokenizer stays an
 error: its model may know the tokens of another one. No torch: names of files and a config.json are read.
 """
@@ -10,13 +12,14 @@ error: its model may know the tokens of another one. No torch: names of files an
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero3d.config import Config, given_keys, load
+from zero3d.config.read import EITHER
 from zero3d.data.files import named_formats
 from zero3d.data.tokenizers import BYTES, check_tokenizer
 from zero3d.errors import ConfigError, DataError
@@ -35,8 +38,18 @@ class Filled(NamedTuple):
 
 def load_filled(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Filled:
     """Read and check a configuration, as `load` does, and fill in what it leaves out. Raises ConfigError."""
-    config = load(source, overrides)
-    return fill_in(config, given_keys(source, overrides))
+    config, given = load(source, overrides), given_keys(source, overrides)
+    filled = fill_in(config, given)
+    return filled._replace(lines=[*_displaced(source, given), *filled.lines])
+
+
+def _displaced(source: str | Path | Mapping[str, Any] | None, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for a file's epochs that typed steps have displaced, or the other way round."""
+    with suppress(ConfigError):
+        for name, of_file in given_keys(source).items():
+            other = EITHER.get(name)
+            if other is not None and name not in given and given.get(other) is not None and of_file is not None:
+                yield f"{other}: {given[other]:g}, as typed; {name} {of_file:g} of the file does not count"
 
 
 def fill_in(config: Config, given: Collection[str]) -> Filled:
