@@ -11,7 +11,9 @@ import watching
 
 
 def test_rounds_are_compared_one_by_one():
-    found = watching.compared({"on": [[1.0, 2.0, 3.0], [4.0], [6.0]], "off": [[2.0], [2.0], [2.0]]})
+    times = {"on": [[1.0, 2.0, 3.0], [4.0], [6.0]], "off": [[2.0], [2.0], [2.0]]}
+    found = watching.compared(times, {"on": [[1.0], [3.0], [9.0]], "off": [[1.0], [2.0], [1.0]]})
+    assert found["cpu"] == 1.5
     assert (found["least"], found["ratio"], found["largest"]) == (1.0, 2.0, 3.0)
 
 
