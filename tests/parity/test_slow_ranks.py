@@ -20,7 +20,7 @@ WHERE = {  # what is slow, for each kind of a rank's own seconds
     "save": "zero3d.checkpoint.save.write_tensors",
     "host": "zero3d.train.progress.Progress.show",
 }
-STEPS = 30
+STEPS = 24
 
 
 def made(folder, **sections):
@@ -131,9 +131,10 @@ def test_a_rank_that_is_slow_in_a_part_is_named_with_it(ranks, tmp_path, kind):
     assert found.seconds[kind] == pytest.approx(per_step, rel=0.2)
     if kind != "save":
         assert found.over == pytest.approx(per_step / 2)  # of the two seconds that a step computes everywhere
-        assert (found.times, found.of) == (27, 27)  # not the first, the one under way, the one before it
+        assert (found.times, found.of) == (21, 21)  # not the first, the one under way, the one before it
 
 
+@pytest.mark.long
 def test_ranks_that_are_alike_are_not_told_of(ranks, tmp_path):
     tree = made(tmp_path)
     assert ranks(2, said, tree, "host", True, 1.0, 0.02) == [[], []]  # 1 % of a step

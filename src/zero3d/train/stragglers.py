@@ -3,7 +3,7 @@
     peers     ranks of the same pipeline stage, who do alike; a rank is compared with the median of the others
     in steps  compute, data, host: the mean of its excess over the last KEPT steps, without the lowest and the highest
               quarter of them, so that pauses in some steps are no slowness
-    in saves  its excess in the last saves, of the time of all steps since the save before
+    in saves  the median of its excess in the last saves, of the time of all steps since the save before
 
 It is told of when the excess is at least LEAST of a step, LEAST_SECONDS, and FAR standard errors: its own scatter, or
 what is usual among ranks where that is more. `tests/unit/test_stragglers.py` has how often that is wrong.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from zero3d.zero.step_parts import BY_HOST, COMPUTE, DATA, OwnStep
@@ -22,10 +22,10 @@ from zero3d.zero.step_parts import BY_HOST, COMPUTE, DATA, OwnStep
 SAVE = "save"
 KINDS = (COMPUTE, DATA, SAVE, BY_HOST)
 KEPT, ENOUGH = 50, 20  # steps that are looked at, and how many must be there
-SAVES, ENOUGH_SAVES = 10, 4
+SAVES, ENOUGH_SAVES = 10, 5
 LEAST, LEAST_SECONDS, FAR = 0.03, 0.001, 6.0
 SLOWER = LEAST / 2  # in a step that counts as one in which a rank was slower
-OFTEN = 0.6  # of the steps, or of the saves: it must be slower in more of them
+OFTEN, OFTEN_IN_SAVES = 0.6, 0.8  # of the steps, of the saves: it must be slower in more of them
 CUT = 0.25  # of the steps, at each end
 NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
 MOST_NUMBERS = 1 << 15  # in a message of all ranks
@@ -228,7 +228,10 @@ class Stragglers:
         shares = [[save.shares[rank] for save in self._saves] for rank in range(self._ranks)]
         rank = max(range(self._ranks), key=lambda rank: median(shares[rank]))
         times, seconds = sum(share >= LEAST for share in shares[rank]), self._by_kind(rank)
-        if median(shares[rank]) < LEAST or seconds[SAVE] < LEAST_SECONDS or times <= OFTEN * len(self._saves):
+        error = stdev(shares[rank]) / math.sqrt(len(self._saves))  # of few values a median deviation may be 0 by chance
+        if median(shares[rank]) < max(LEAST, FAR * error) or seconds[SAVE] < LEAST_SECONDS:
+            return None
+        if times <= OFTEN_IN_SAVES * len(self._saves):
             return None
         alone = dict.fromkeys(KINDS, 0.0) | {SAVE: seconds[SAVE]}
         return Slow(rank, fmean(shares[rank]), times, len(self._saves), alone)
