@@ -14,11 +14,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, median, stdev
 from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
 
 from zero3d.zero.step_parts import BY_HOST, COMPUTE, DATA, OwnStep
 
+Values = NDArray[numpy.float64]  # by rank
 SAVE = "save"
 KINDS = (COMPUTE, DATA, SAVE, BY_HOST)
 KEPT, ENOUGH = 50, 20  # steps that are looked at, and how many must be there
@@ -153,13 +156,6 @@ class OwnTimes:
 # --- who is slow --------------------------------------------------------------------------------
 
 
-class _Saves(NamedTuple):
-    """What each rank's save took over its peers' median, of the time of a step, and in seconds."""
-
-    shares: list[float]
-    seconds: list[float]
-
-
 class Stragglers:
     """Finds the slowest rank from what all ranks tell.
 
@@ -167,104 +163,97 @@ class Stragglers:
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
-        self._peers = [[rank for rank, each in enumerate(stages) if each == stage] for stage in sorted({*stages})]
-        self._peers = [peers for peers in self._peers if len(peers) > 1]
-        self._over: deque[list[float]] = deque(maxlen=KEPT)  # of each step, by rank: share of its peers' median
-        self._usual: deque[list[float]] = deque(maxlen=KEPT)  # that median
-        self._means: deque[tuple[int, list[dict[str, float]]]] = deque(maxlen=KEPT)  # steps, seconds over peers by kind
-        self._saves: deque[_Saves] = deque(maxlen=SAVES)
-        self._ranks = len(stages)
+        of = numpy.asarray(stages)
+        self._peers = [peers for stage in numpy.unique(of) if len(peers := numpy.flatnonzero(of == stage)) > 1]
+        self._compares = numpy.isin(numpy.arange(len(of)), [rank for peers in self._peers for rank in peers])
+        self._over: deque[Values] = deque(maxlen=KEPT)  # of each step, by rank: share of its peers' median
+        self._usual: deque[Values] = deque(maxlen=KEPT)  # that median
+        self._means: deque[tuple[int, Values]] = deque(maxlen=KEPT)  # steps, seconds over peers [ranks, kinds]
+        self._saves: deque[Values] = deque(maxlen=SAVES)  # seconds over peers, as a share of a step's
 
     def hear(self, windows: Sequence[Window]) -> Slow | None:
         """Take what the ranks tell, in their order; return the slowest one if it is far slower than its peers."""
         if not self._peers:
             return None
         steps = 0
-        for totals in zip(*(window.totals for window in windows), strict=True):
-            if all(map(math.isfinite, totals)):
+        for totals in numpy.array([window.totals for window in windows]).T:
+            if numpy.isfinite(totals).all():
                 over, usual = self._compared(totals)
-                self._over.append([each / max(most, LEAST_SECONDS) for each, most in zip(over, usual, strict=True)])
+                self._over.append(over / numpy.maximum(usual, LEAST_SECONDS))
                 self._usual.append(usual)
                 steps += 1
         if steps:
-            by_kind = {kind: self._compared([w.means[kind] for w in windows])[0] for kind in KINDS}
-            self._means.append((steps, [{k: by_kind[k][rank] for k in KINDS} for rank in range(self._ranks)]))
+            means = [self._compared(numpy.array([w.means[kind] for w in windows]))[0] for kind in KINDS]
+            self._means.append((steps, numpy.stack(means, axis=1)))
             if all(window.saves > 0 for window in windows):
-                step = [max(fmean(each), LEAST_SECONDS) for each in zip(*self._usual, strict=True)]
-                lost = by_kind[SAVE]
-                self._saves.append(_Saves([a / b for a, b in zip(lost, step, strict=True)], lost))
-        cores = [window.on_core for window in windows]
+                step = numpy.maximum(numpy.mean(self._usual, axis=0), LEAST_SECONDS)
+                self._saves.append(means[KINDS.index(SAVE)] / step)
         found = [slow for slow in (self._slow_in_steps(), self._slow_in_saves()) if slow is not None]
         most = max(found, key=lambda slow: slow.over, default=None)
-        return most and most._replace(on_core=cores[most.rank])
+        return most and most._replace(on_core=windows[most.rank].on_core)
 
-    def _compared(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
+    def _compared(self, values: Values) -> tuple[Values, Values]:
         """Return each rank's value over the median of its peers, and that median."""
-        over, usual = [0.0] * self._ranks, [0.0] * self._ranks
+        usual = values.copy()  # of who has no peers: it is as usual
         for peers in self._peers:
-            ordered = sorted(values[rank] for rank in peers)
-            for rank in peers:
-                usual[rank] = _median_without(ordered, values[rank])
-                over[rank] = values[rank] - usual[rank]
-        return over, usual
+            usual[peers] = medians_without(values[peers])
+        return values - usual, usual
 
     def _slow_in_steps(self) -> Slow | None:
         if len(self._over) < ENOUGH:
             return None
-        series = [[step[rank] for step in self._over] for rank in range(self._ranks)]
-        scatter = [_scatter(each) for each in series]
-        usual, levels = median(scatter), [_middle(each) for each in series]
-        rank = max((rank for peers in self._peers for rank in peers), key=lambda rank: levels[rank])
-        error = max(scatter[rank], usual) / math.sqrt(len(self._over))
-        seconds = levels[rank] * median(step[rank] for step in self._usual)
-        times = sum(each >= SLOWER for each in series[rank])
-        if levels[rank] < max(LEAST, FAR * error) or seconds < LEAST_SECONDS or times <= OFTEN * len(self._over):
+        over = numpy.stack(self._over)
+        levels, scatter = _middle(over), _scatter(over)
+        rank = int(numpy.where(self._compares, levels, -numpy.inf).argmax())
+        error = max(scatter[rank], numpy.median(scatter[self._compares])) / math.sqrt(len(over))
+        seconds = levels[rank] * numpy.median([usual[rank] for usual in self._usual])
+        times = int((over[:, rank] >= SLOWER).sum())
+        if levels[rank] < max(LEAST, FAR * error) or seconds < LEAST_SECONDS or times <= OFTEN * len(over):
             return None
-        return Slow(rank, levels[rank], times, len(self._over), self._by_kind(rank) | {SAVE: 0.0})
+        return Slow(rank, float(levels[rank]), times, len(over), self._by_kind(rank) | {SAVE: 0.0})
 
     def _slow_in_saves(self) -> Slow | None:
         if len(self._saves) < ENOUGH_SAVES:
             return None
-        shares = [[save.shares[rank] for save in self._saves] for rank in range(self._ranks)]
-        rank = max(range(self._ranks), key=lambda rank: median(shares[rank]))
-        times, seconds = sum(share >= LEAST for share in shares[rank]), self._by_kind(rank)
-        error = stdev(shares[rank]) / math.sqrt(len(self._saves))  # of few values a median deviation may be 0 by chance
-        if median(shares[rank]) < max(LEAST, FAR * error) or seconds[SAVE] < LEAST_SECONDS:
+        shares = numpy.stack(self._saves)
+        usual = numpy.median(shares, axis=0)
+        rank = int(usual.argmax())
+        own, seconds = shares[:, rank], self._by_kind(rank)[SAVE]
+        error = own.std(ddof=1) / math.sqrt(len(own))  # of few values a median deviation may be 0 by chance
+        times = int((own >= LEAST).sum())
+        if usual[rank] < max(LEAST, FAR * error) or seconds < LEAST_SECONDS or times <= OFTEN_IN_SAVES * len(own):
             return None
-        if times <= OFTEN_IN_SAVES * len(self._saves):
-            return None
-        alone = dict.fromkeys(KINDS, 0.0) | {SAVE: seconds[SAVE]}
-        return Slow(rank, fmean(shares[rank]), times, len(self._saves), alone)
+        return Slow(rank, float(own.mean()), times, len(own), dict.fromkeys(KINDS, 0.0) | {SAVE: seconds})
 
     def _by_kind(self, rank: int) -> dict[str, float]:
         """Return a rank's seconds of a step over its peers' median, by kind, over the steps that are looked at."""
-        total, sums = 0, dict.fromkeys(KINDS, 0.0)
-        for steps, ranks in reversed(self._means):
-            total += steps
-            for kind, seconds in ranks[rank].items():
-                sums[kind] += steps * seconds
+        total, sums = 0, numpy.zeros(len(KINDS))
+        for steps, seconds in reversed(self._means):
+            total, sums = total + steps, sums + steps * seconds[rank]
             if total >= KEPT:
                 break
-        return {kind: each / max(1, total) for kind, each in sums.items()}
+        return dict(zip(KINDS, (sums / max(1, total)).tolist(), strict=True))
 
 
-def _median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of sorted values without one of them."""
-    rest = len(ordered) - 1
-    at = [i + (value <= ordered[i]) for i in ((rest - 1) // 2, rest // 2)]
-    return (ordered[at[0]] + ordered[at[1]]) / 2
+def medians_without(values: Values) -> Values:
+    """Return for each of several values the median of the others."""
+    ordered, rest = numpy.sort(values), len(values) - 1
+    low, high = (rest - 1) // 2, rest // 2
+    without: Values = (ordered[low + (values <= ordered[low])] + ordered[high + (values <= ordered[high])]) / 2
+    return without
 
 
-def _middle(values: Sequence[float]) -> float:
-    """Return the mean without the lowest and the highest quarter."""
-    cut = int(CUT * len(values))
-    return fmean(sorted(values)[cut : len(values) - cut])
+def _middle(over: Values) -> Values:
+    """Return the mean of each column without its lowest and its highest quarter."""
+    cut = int(CUT * len(over))
+    middle: Values = numpy.sort(over, axis=0)[cut : len(over) - cut].mean(axis=0)
+    return middle
 
 
-def _scatter(values: Sequence[float]) -> float:
-    """Return the standard deviation of a normal distribution with the same median absolute deviation."""
-    middle = median(values)
-    return NORMAL * median(abs(each - middle) for each in values)
+def _scatter(over: Values) -> Values:
+    """Return of each column the standard deviation of a normal distribution with its median absolute deviation."""
+    scatter: Values = NORMAL * numpy.median(numpy.abs(over - numpy.median(over, axis=0)), axis=0)
+    return scatter
 
 
 def of_history(records: Sequence[Mapping[str, object]]) -> Iterator[tuple[int, Slow]]:
