@@ -75,13 +75,15 @@ class Unsynced:
         return self._files[path]
 
     def sync(self) -> None:
-        """Have the disk take all of them. Raises CheckpointError."""
-        for path, file in self._files.items():
+        """Have the disk take all that it has not taken yet. Raises CheckpointError."""
+        while self._files:
+            path, file = next(iter(self._files.items()))
             begun = time.perf_counter()
             with told(path, file.tell()):
                 file.flush()
                 os.fsync(file.fileno())
             self.seconds[path] = time.perf_counter() - begun
+            del self._files[path]
 
 
 @contextmanager
