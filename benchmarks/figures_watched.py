@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from demo_curves import digest
-from figures_measured import results
+from figures_measured import results, table
 from recorded import RESULTS, ROOT
 from watched_run import RUN
 
@@ -23,11 +23,23 @@ from zero3d.tools.cli.report_page import report_page
 from zero3d.tools.cli.run_folder import read_run
 from zero3d.train.run_plot import figure
 from zero3d.train.series import Series
+from zero3d.train.stragglers import (
+    CUT,
+    ENOUGH,
+    ENOUGH_SAVES,
+    FAR,
+    KEPT,
+    LEAST,
+    LEAST_SECONDS,
+    OFTEN,
+    SAVES,
+    SLOWER,
+)
 
 NAME = "watched-run"
 RECORDED = RESULTS / f"{NAME}.json"
 CURVES, PAGE, SEEN = (ROOT / "docs" / f"watched-run{end}" for end in (".png", ".html", "-page.png"))
-WIDEST = 118  # characters of a line
+WIDEST = 140  # characters of a line
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FRAME = 1240, 980  # of the page's picture
 COLOURS = 64
@@ -77,7 +89,7 @@ def terminal() -> str:
 
 def scraped() -> str:
     """Some lines of what the port answered."""
-    known = [line for line in found()["scrapes"][0] if not line.startswith("#")]
+    known = found()["scrapes"][0]
     lines = [line for name in SCRAPED for line in known if line.startswith(f"zero3d_{name}{{")]
     return block(lines)
 
@@ -93,7 +105,29 @@ def doctor() -> str:
     return block([f"$ {said['command']}", *said["lines"]])
 
 
+def file() -> str:
+    """The run's file."""
+    return f"```yaml\n# watched.yaml\n{found()['file']}```"
+
+
+def rules() -> str:
+    """By which rules a rank is called slow."""
+    steps = f"the last {KEPT}, without the first of a process, from {ENOUGH} on; the last {SAVES} saves, from {ENOUGH_SAVES} on"
+    excess = f"{100 * LEAST:.0f} % of a step, {1000 * LEAST_SECONDS:.0f} ms and {FAR:.0f} standard errors"
+    return table(
+        ["a rank is named", "figure"],
+        [
+            ["by these steps", steps],
+            ["if its mean excess over the median is at least", excess],
+            [f"and it was slower, by {100 * SLOWER:.1f} %, in more than", f"{100 * OFTEN:.0f} % of the steps"],
+            ["where the mean leaves out at each end", f"{100 * CUT:.0f} % of the steps"],
+        ],
+    )
+
+
 WATCHED: Mapping[str, Callable[[], str]] = {
+    "watched-run-file": file,
+    "slow-ranks": rules,
     "watched-run": terminal,
     "watched-run-port": scraped,
     "watched-run-told": told,
@@ -113,7 +147,7 @@ def folder() -> Iterator[Path]:
         try:
             root = Path(RUN)
             root.mkdir(parents=True)
-            (root / "config.yaml").write_text(kept["config"])
+            (root / "config.yaml").write_text(kept["settings"])
             (root / "report.json").write_text(kept["of_session"])
             (root / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept["records"]))
             yield root

@@ -88,7 +88,8 @@ def watched(folder: Path) -> dict[str, Any]:
 
     def ask(process: subprocess.Popen[str]) -> None:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-            scrapes.append(answer.read().decode().splitlines())
+            lines = answer.read().decode().splitlines()
+        scrapes.append([line for line in lines if not line.startswith("#")])
 
     def stop(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGTERM)
@@ -109,7 +110,7 @@ def watched(folder: Path) -> dict[str, Any]:
         "scrapes": scrapes,
         "told": (folder / "told.txt").read_text().splitlines(),
         **after,
-        "config": (root / "config.yaml").read_text(),
+        "settings": (root / "config.yaml").read_text(),
         "of_session": (root / "report.json").read_text(),
         "records": [in_short(json.loads(line)) for line in (root / "metrics.jsonl").read_text().splitlines()],
         "html": len((root / "report.html").read_bytes()),

@@ -155,6 +155,7 @@ def test_a_skipped_step_and_saved_checkpoints_have_a_line_each(folder, losses):
     assert [line for line in lines if "skipped:" in line] == ["step 2: skipped: its gradients are not finite"]
     checkpoints = f"{folder}/out/checkpoints"
     assert [line for line in lines if line.startswith("saved")] == [
+        f"saved: {checkpoints}/step-1",
         f"saved: {checkpoints}/step-2",
         f"saved: {checkpoints}/step-3",
     ]
