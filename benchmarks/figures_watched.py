@@ -42,7 +42,7 @@ CURVES, PAGE, SEEN = (ROOT / "docs" / f"watched-run{end}" for end in (".png", ".
 WIDEST = 140  # characters of a line
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FRAME = 1240, 980  # of the page's picture
-COLOURS = 64
+COLOURS = 256
 SCRAPED = ("loss", "tokens_per_second", "session_skipped_steps_total", "save_seconds", "slowest_rank", "slowest_over",
            "slowest_compute_seconds", "slowest_data_seconds", "slowest_save_seconds", "slowest_host_seconds", "running")  # fmt: skip
 
@@ -195,4 +195,5 @@ def _kept(picture: BytesIO, path: Path, said: str) -> None:
 
     notes = PngInfo()
     notes.add_text("Comment", said)
-    Image.open(picture).convert("RGB").quantize(COLOURS).save(path, optimize=True, pnginfo=notes)
+    few = Image.open(picture).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True, pnginfo=notes)
