@@ -125,9 +125,10 @@ def said(
 ) -> dict[str, Any]:
     """Run a command of zero3d; return it, its exit code and its lines. at: what to do when it says a step."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     process = subprocess.Popen(
         [sys.executable, "-m", "zero3d.tools.cli.main", *words], cwd=folder, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
     )  # fmt: skip
     lines = []
     for line in process.stdout or ():
@@ -140,7 +141,9 @@ def said(
 
 def in_short(record: Mapping[str, Any]) -> str:
     """Write a record in a line, with six digits of each figure."""
-    return json.dumps({name: float(f"{each:.6g}") if isinstance(each, float) else each for name, each in record.items()})
+    return json.dumps(
+        {name: float(f"{each:.6g}") if isinstance(each, float) else each for name, each in record.items()}
+    )
 
 
 def without_names(text: str, folder: Path, port: int) -> str:
