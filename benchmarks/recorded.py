@@ -250,6 +250,7 @@ RECIPES = {
         Recipe("gpu-largest", (f"python benchmarks/gpu_check.py {_CARD_LARGEST}",), timed=False),
         Recipe("gpu-turns", tuple(f"python benchmarks/gpu_check.py {words}" for words in _CARD_TURNS), timed=False),
         Recipe("doctor", ("python benchmarks/doctor.py --json OUT",)),
+        Recipe("watched-run", ("python benchmarks/watched_run.py --json OUT",), timed=False),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )
 }

@@ -33,6 +33,7 @@ from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
 from figures_ran import RAN
 from figures_versions import DOCTORS, VERSIONS, doctors
+from figures_watched import WATCHED, draw_watched
 from hybrid_picture import draw_influence
 from memory_picture import draw_memory
 from planner_accuracy import as_text
@@ -56,6 +57,7 @@ TABLES = (
     | GPU
     | RAN
     | VERSIONS
+    | WATCHED
     | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}
 )  # type: ignore[misc]
 GROUPS = {
@@ -113,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw_stages(STAGES)
         draw_memory(MEMORY, STEP)
         draw_influence(HYBRIDS, LEAKS)
+        draw_watched()
     return bool(failed)
 
 

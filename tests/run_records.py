@@ -39,6 +39,13 @@ def resume(found, *steps):
     return found
 
 
+def slow(found, *steps):
+    """Have the records of these steps name a slow rank."""
+    for step in steps:
+        found[step - 1] |= {"slowest_rank": 1, "slowest_over": 0.4}
+    return found
+
+
 def timed(found):
     """Have the last record tell what the parts of a step take, and which rank is slow."""
     found[-1] |= {"slowest_rank": 3, "slowest_over": 0.08, "slowest_data_s": 0.12}

@@ -41,7 +41,7 @@ def of_dashboard():
 
 
 def of_docs():
-    blocks = re.findall(r"^```yaml\n(groups:\n.*?)^```", (DOCS / "training.md").read_text(), re.M | re.S)
+    blocks = re.findall(r"^```yaml\n(groups:\n.*?)^```", (DOCS / "watching.md").read_text(), re.M | re.S)
     return [rule["expr"] for block in blocks for group in yaml.safe_load(block)["groups"] for rule in group["rules"]]
 
 

@@ -1,5 +1,6 @@
 """Training runs whose steps are not finite: how they end, what they leave, and what they never write."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 import yaml
 from heard import Heard
 from models import hf
-from training import contents, metrics, save_model, save_rows, train, tree
+from training import contents, metrics, save_model, save_rows, start, train, tree
 
 from zero3d.config import load
 from zero3d.errors import CheckpointError, NonFiniteError
@@ -138,6 +139,26 @@ def losses(monkeypatch):
 
     monkeypatch.setattr(Losses, "sum_and_weight", changed)
     return of
+
+
+def test_a_skipped_step_and_saved_checkpoints_have_a_line_each(folder, losses):
+    from rich.console import Console
+
+    from zero3d.train.progress import Progress
+    from zero3d.train.run import run
+
+    losses({2: INFINITE, 3: INFINITE})
+    made = tree(folder, health={"max_skips": 9}, checkpoint={"every": 2}, train={"steps": 5})
+    printed = io.StringIO()
+    run(load(made), start("test"), Progress(Console(file=printed, width=500)))
+    lines = printed.getvalue().splitlines()
+    assert [line for line in lines if "skipped:" in line] == ["step 2: skipped: its gradients are not finite"]
+    checkpoints = f"{folder}/out/checkpoints"
+    assert [line for line in lines if line.startswith("saved")] == [
+        f"saved: {checkpoints}/step-1",
+        f"saved: {checkpoints}/step-2",
+        f"saved: {checkpoints}/step-3",
+    ]
 
 
 def position(made, step):

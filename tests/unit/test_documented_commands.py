@@ -67,6 +67,7 @@ TWINS = (  # in both languages
     "howto",
     "data",
     "cluster",
+    "watching",
 )
 GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "compare", "config", "models", "questions.zh", "training")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
@@ -152,6 +153,7 @@ def typed(place, monkeypatch):
         block_of(README, name)
     block_of(ROOT / "docs" / "training.md", "course.yaml")
     block_of(ROOT / "docs" / "finetuning.md", "lora.yaml")
+    block_of(ROOT / "docs" / "watching.md", "watched.yaml")
     for name in ("mine.yaml", "ds.json"):
         block_of(ROOT / "docs" / "deepspeed.md", name)
     return place

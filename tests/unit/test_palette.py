@@ -21,6 +21,7 @@ VISIONS = {
     "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
 }
 STATES = ("parameters", "gradients", "optimizer", "activations")
+MARKED = ("raw", "average", "held", "saved", "bad", "slow")
 OWN = {"src/zero3d/spec/palette.py", "src/zero3d/tools/page/paint.py"}
 
 
@@ -54,8 +55,8 @@ def test_categories_can_be_told_apart_and_those_of_training_at_a_glance(ground, 
     for one, other in combinations(CATEGORIES, 2):
         apart = distance(CATEGORIES[one][ground], CATEGORIES[other][ground], vision)
         assert apart >= (25 if {one, other} <= {*STATES} else 12), (one, other, apart)
-    for ink in ("raw", "average", "held", "saved", "bad"):
-        for other in {"raw", "average", "held", "saved", "bad"} - {ink}:
+    for ink in MARKED:
+        for other in {*MARKED} - {ink}:
             far = 3 if {ink, other} == {"held", "bad"} else 8  # a line, and a cross that is named in a legend
             assert distance(INKS[ink][ground], INKS[other][ground], vision) >= far, (ink, other)
 

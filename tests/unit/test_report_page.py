@@ -6,7 +6,7 @@ import re
 
 import pytest
 from lock_holder import locked_by_another
-from run_records import MIB, records, resume, skip, written
+from run_records import MIB, records, resume, skip, slow, written
 from test_pages import tree
 from test_report_verb import REPORT, WATCHDOG, left
 
@@ -94,10 +94,11 @@ def test_the_page_of_a_finished_run_has_all_of_it(tmp_path):
 
 
 def test_the_curves_have_the_marks_of_what_happened_and_a_legend_that_names_them(tmp_path):
-    root = page(tmp_path, resume(skip(records(60), 1, 2, 31), 30))
+    root = page(tmp_path, slow(resume(skip(records(60), 1, 2, 31), 30), 40, 45))
     for name in ("loss", "rate", "norm", "speed"):
         paths = {each.get("class"): each for each in drawing(root, name).iter("path")}
-        assert {kind: paths[kind].get("d").count("M") for kind in MARKS} == {"saved": 9, "skipped": 3, "resumed": 1}
+        drawn = {kind: paths[kind].get("d").count("M") for kind in MARKS}
+        assert drawn == {"saved": 9, "skipped": 3, "slow": 2, "resumed": 1}
         assert paths["skipped"].find("title").text == "step skipped: 3"
         lows = [float(y) for y in re.findall(r"M[\d.]+ ([\d.]+)", paths["saved"].get("d"))]
         highs = [float(y) for y in re.findall(r"M[\d.]+ ([\d.]+)", paths["skipped"].get("d"))]
@@ -109,6 +110,7 @@ def test_the_curves_have_the_marks_of_what_happened_and_a_legend_that_names_them
         "held out",
         "\u25b2 checkpoint saved (9)",
         "\u00d7 step skipped (3)",
+        "\u25bc slow rank named (2)",
         "\u00a6 run resumed (1)",
     ]
     classes = {each.get("class") for each in drawing(root, "loss").iter("path")}

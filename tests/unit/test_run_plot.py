@@ -4,10 +4,10 @@ import math
 
 import numpy
 import pytest
-from run_records import records, resume, skip
+from run_records import records, resume, skip, slow
 
 from zero3d.train.curve import smooth
-from zero3d.train.run_plot import RESUMED, SAVED, SKIPPED, draw_run, figure
+from zero3d.train.run_plot import RESUMED, SAVED, SKIPPED, SLOW, draw_run, figure
 from zero3d.train.series import Series
 
 pytest.importorskip("matplotlib")
@@ -47,11 +47,12 @@ def test_four_panels_over_one_axis_of_steps_have_the_records_values():
 
 
 def test_saves_skipped_steps_and_resumes_are_marked_in_every_panel_at_their_steps():
-    found = resume(skip(records(40), 1, 30), 16, 32)
+    found = slow(resume(skip(records(40), 1, 30), 16, 32), 20, 25)
     axes = panels(found)
     for each in axes.values():
         assert line(each, SAVED)[0] == [*range(4, 40, 4)]  # the record behind a save has its seconds
         assert line(each, SKIPPED)[0] == [1, 30]
+        assert line(each, SLOW) == ([20, 25], [1.0, 1.0])
         (resumes,) = (lines for lines in each.collections if lines.get_label().startswith(RESUMED))
         assert [float(segment[0][0]) for segment in resumes.get_segments()] == [16.5, 32.5]
         assert set(line(each, SAVED)[1]) == {0.0}

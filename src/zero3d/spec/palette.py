@@ -50,6 +50,7 @@ INKS: Mapping[str, Colour] = {
     "average": Colour("#1f4e8c", "#7db4f5"),
     "held": Colour("#c4512d", "#ff9d6e"),
     "saved": Colour("#1f7a4d", "#4fc487"),
+    "slow": Colour("#730bda", "#a655f6"),
 }
 RUNS = ("#1f4e8c", "#c4512d", "#3a8a5c", "#e8b04a", "#7a5aa6", "#4f86c6", "#8c6d46", "#555555")
 

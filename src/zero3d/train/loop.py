@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ from zero3d.train.step_times import fields
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.watchdog.heartbeat import TRAINING
-from zero3d.zero.optimizer import is_not_finite
+from zero3d.zero.optimizer import OVERFLOW, is_not_finite
 from zero3d.zero.step_parts import DATA, PARTS, OverRanks
 
 SHARED = 3  # numbers that each rank tells the others in a step
@@ -96,8 +95,8 @@ class Loop:
         self.criterion = Criterion.of(config.evaluate)
         self.state = self.state.by(self.criterion)
         self.ranks = RankWatch(engine)
-        tell = partial(self._tell, "on_save")
-        self.saving = Saving(config.checkpoint, engine, folder, tell, self.ranks.saved)
+        self._say: Callable[[str], None] = no_words
+        self.saving = Saving(config.checkpoint, engine, folder, self._note_saved, self.ranks.saved)
         self._hints = ResumeHints(folder, config, engine.world.size)
         self._steps_at_start = engine.steps  # applied
         self._skip_limit = skip_limit(config.health)
@@ -134,6 +133,7 @@ class Loop:
         """
         self._last_step = steps = steps if self.why_over is None else self.state.step
         self.ranks.begin(steps, self.config.log.every)
+        self._say = progress.say
         if self.config.checkpoint.asynchronous:
             with self.traffic.excluded():
                 self.engine.reserve_saves()
@@ -153,6 +153,7 @@ class Loop:
                     record = self.step(request)
                 stop_signal = self._add_totals(record)
                 self._note_spike(record, progress)
+                self._note_skip(progress)
                 self._note_slow_rank(progress)
                 last = step == steps
                 if self.evaluations.any:
@@ -371,6 +372,18 @@ class Loop:
             f"median is {spike.usual:.4f}; its {batch} sequences begin at number {first} of epoch {epoch}"
         )
 
+    def _note_skip(self, progress: Progress) -> None:
+        """Say why a step was skipped, the first in a row; overflows by which fp16 finds its loss scale do not count."""
+        result = self.engine.last_step
+        if result is not None and is_not_finite(result.reason) and self.engine.health.in_a_row == 1:
+            why = "its gradients are not finite" if result.reason == OVERFLOW else result.reason
+            progress.say(f"step {self.state.step}: skipped: {why}")
+
+    def _note_saved(self, folder: Path) -> None:
+        """Say that a checkpoint is whole, and tell a user's own classes."""
+        self._say(f"saved: {shown(folder)}")
+        self._tell("on_save", folder)
+
     def _note_slow_rank(self, progress: Progress) -> None:
         """Say of a rank that is slower than its peers."""
         if (slow := self.ranks.news()) is not None:
@@ -441,6 +454,10 @@ class Loop:
         with self.traffic.excluded(), self.ranks.saving() if self.saving.under_way else nullcontext():
             self.saving.finish(ends)
         self.state = replace(self.state, best=self.saving.best)
+
+
+def no_words(text: str) -> None:
+    """Say nothing."""
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,7 +1,7 @@
 r"""run.png: a run's loss, learning rate, gradient norm and speed over one step axis, and what happened at which step.
 
 loss    \__  .  .  x      one line up and down through all panels: the run went on from a checkpoint
-rate    /--\_______      along the lower edge: checkpoints; along the upper one: steps that were skipped
+rate    /--\_______      along the lower edge: checkpoints; along the upper one: skipped steps, slow ranks
 norm    _/\__/\____
 speed   -----------      A panel without any value is left out.
 """
@@ -20,7 +20,7 @@ from zero3d.train.series import Series
 WIDTH, HEAD = 9.0, 1.1  # inches; of the title, the step axis and the legend of marks together
 TALL, LOW = 3.4, 1.35  # of the loss, of the other panels
 AIR = 0.08  # of a panel's range, above and below its values
-SAVED, SKIPPED, RESUMED = "checkpoint saved", "step skipped", "run resumed"
+SAVED, SKIPPED, SLOW, RESUMED = "checkpoint saved", "step skipped", "slow rank named", "run resumed"
 SMALL = 8.5  # points of a legend's letters
 CROWDED = 60  # held-out losses and saves from which on they have no dots, and narrow ones
 
@@ -72,6 +72,7 @@ def figure(series: Series, title: str) -> Any:
     marks, *_ = [_marks(axes, series) for axes in columns]
     if marks:
         drawn.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False, fontsize=SMALL)
+    drawn.align_ylabels(columns)
     columns[-1].set_xlabel("step")
     columns[-1].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     columns[-1].xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
@@ -135,6 +136,7 @@ def _marks(axes: Any, series: Series) -> list[Any]:
     for steps, height, marker, ink, words in (
         (series.saves, 0.0, "^" if len(series.saves) < CROWDED else "|", "saved", SAVED),
         (series.skipped, 1.0, "x", "bad", SKIPPED),
+        (series.slow, 1.0, "v", "slow", SLOW),
     ):
         if steps:
             label = f"{words} ({len(steps):,})"

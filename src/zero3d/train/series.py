@@ -6,6 +6,7 @@ rate, norm, speed    learning rate, norm of the gradients, tokens per second
 memory, reserved     bytes on the device of rank 0
 saves         steps of which a checkpoint was saved: the record behind a save has its seconds
 skipped       steps that were not applied
+slow          steps whose record names a slow rank
 resumed       the last step before a session that went on from a checkpoint
 """
 
@@ -33,6 +34,7 @@ class Series:
     held_out: list[tuple[int, float]] = field(default_factory=list)
     saves: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    slow: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
 
     @classmethod
@@ -59,6 +61,8 @@ class Series:
             self.saves.append(step - 1)
         if not record.get("applied", True):
             self.skipped.append(step)
+        if record.get("slowest_rank") is not None:
+            self.slow.append(step)
         if isinstance(before := record.get("resumed_from"), int):
             self.resumed.append(before)
 

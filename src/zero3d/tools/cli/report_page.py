@@ -191,7 +191,7 @@ def _span(left: Left) -> tuple[int, int]:
 def _marks(left: Left) -> dict[str, list[int]]:
     """Return the steps of what happened, of each kind that did."""
     series = left.course.series
-    found = {"saved": series.saves, "skipped": series.skipped, "resumed": series.resumed}
+    found = {"saved": series.saves, "skipped": series.skipped, "slow": series.slow, "resumed": series.resumed}
     return {kind: steps for kind, steps in found.items() if steps}
 
 

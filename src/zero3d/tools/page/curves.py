@@ -1,6 +1,6 @@
 r"""Curves over steps, with marks at steps: a drawing of the size of a chart, however many steps there are.
 
-loss  |\  !        x    resumed: a line through all; skipped: along the upper edge; saved: along the lower edge
+loss  |\  !        x    resumed: a line through all; skipped, slow: along the upper edge; saved: along the lower edge
       | \_!__ _ _
       |___!__^_____     Of a long curve each stretch of steps has its least and its greatest value.
 """
@@ -113,6 +113,7 @@ def _marks(marks: Mapping[str, Sequence[float]], across: Scale) -> Iterator[Mark
         "skipped": lambda x: (
             f"M{x - SIZE:.1f} {TOP - SIZE:g}l{2 * SIZE:g} {2 * SIZE:g}m-{2 * SIZE:g} 0l{2 * SIZE:g} -{2 * SIZE:g}"
         ),
+        "slow": lambda x: f"M{x:.1f} {TOP + SIZE:g}l{SIZE:g} -{2 * SIZE:g}h-{2 * SIZE:g}z",
         "resumed": lambda x: f"M{x:.1f} {TOP:g}V{bottom:g}",
     }
     narrow = lambda x: f"M{x - 0.5:g} {bottom - 2 * SIZE:g}h1v{2 * SIZE:g}h-1z"  # noqa: E731

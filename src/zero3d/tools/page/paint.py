@@ -65,14 +65,21 @@ PAINT: Mapping[str, Paint] = {
     **{f"{curve}-dot": {"fill": curve} for curve in ("raw", "average", "held")},
     "saved": {"fill": "saved"},
     "skipped": {"fill": "none", "stroke": "bad", "stroke-width": "1.6"},
+    "slow": {"fill": "slow"},
     "resumed": {"fill": "none", "stroke": "dim", "stroke-width": "1.2", "stroke-dasharray": "4 3"},
     **_ordered("z", 25, 45, 65, 90, attribute="stroke"),
     **_ordered("p", 16, 40, 66, 95),
 }
-MARKS = {"saved": "checkpoint saved", "skipped": "step skipped", "resumed": "run resumed"}  # what happened at a step
+MARKS = {  # what happened at a step
+    "saved": "checkpoint saved",
+    "skipped": "step skipped",
+    "slow": "slow rank named",
+    "resumed": "run resumed",
+}
 FORMS = {
     "saved": "\N{BLACK UP-POINTING TRIANGLE}",
     "skipped": "\N{MULTIPLICATION SIGN}",
+    "slow": "\N{BLACK DOWN-POINTING TRIANGLE}",
     "resumed": "\N{BROKEN BAR}",
 }  # as text
 SERIES = len(CATEGORIES)  # that have a colour in the palette
