@@ -37,7 +37,7 @@ def show(findings: Mapping[str, Finding], symptoms: Mapping[str, str], seconds: 
     console.print(table)
     verdict = worst(findings)
     counts = [sum(each.verdict == kind for each in findings.values()) for kind in (OK, SKIPPED, WARNING, BROKEN)]
-    listed = "{} ok, {} skipped, {} warnings, {} broken".format(*counts)
+    listed = "{} ok, {} skipped, {} warning{}, {} broken".format(*counts[:3], "s" * (counts[2] != 1), counts[3])
     console.print(Text(f"{SAID[verdict]} ({listed}; {seconds:.1f} s)", style=STYLES[verdict]))
 
 
