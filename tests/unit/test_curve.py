@@ -1,11 +1,12 @@
 """Averages of a curve: honest at both ends, where a window has one side only, and no single value pulls them."""
 
+import itertools
 import math
 import random
 
 import pytest
 
-from zero3d.train.curve import as_text, limits, smooth
+from zero3d.train.curve import as_text, last_average, limits, smooth
 
 NAN = math.nan
 
@@ -32,6 +33,25 @@ def test_on_a_noisy_falling_line_both_ends_lie_near_it_and_nearer_than_the_raw_v
         raw = [run[place] - line[place] for run in runs]
         assert math.hypot(*off) < 0.8 * math.hypot(*raw)
         assert abs(sum(off)) / len(off) < 0.05
+
+
+def test_both_ends_go_on_straight_and_bend_nowhere():
+    for seed in range(50):
+        values = falling(100, -0.01, 0.2, seed)
+        found, most, least = smooth(values), max(values), min(values)
+        for end in (found[:11], found[-11:]):
+            steps = [b - a for a, b in itertools.pairwise(end) if least < a < most and least < b < most]
+            assert steps == pytest.approx([steps[0]] * len(steps), abs=1e-9)
+
+
+def test_the_last_average_is_that_of_the_last_whole_window_and_not_where_a_trend_would_lead():
+    average, many = last_average(falling(100))
+    assert (average, many) == (pytest.approx(5.0 - 0.01 * 89), 21)
+    spiked, _ = last_average([*falling(99), 100.0])
+    assert spiked == pytest.approx(average, abs=0.011)
+    assert last_average([2.0]) == (2.0, 1)
+    assert last_average([2.0, NAN]) == (2.0, 1)
+    assert math.isnan(last_average([NAN])[0])
 
 
 def test_each_end_has_its_own_slope():

@@ -191,7 +191,7 @@ def test_a_slow_rank_is_named_with_its_host_and_what_to_look_at(tmp_path, capsys
     text = " ".join(capsys.readouterr().out.split())
     what = "saves" if part == "save" else "steps"
     assert (
-        f"slowest rank 1 (b): +8 % over the median in 40 of 50 {what}: {part}; said 2 times, from step 2 to step 3 of 4"
+        f"slowest rank 1 (b): +8 % over the median in 40 of 50 {what}: {part}; in 2 records, from step 2 to step 3 of 4"
         in text
     )
     assert "try: on b: " in text

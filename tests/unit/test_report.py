@@ -103,10 +103,14 @@ def test_last_lines_begin_with_the_results_and_say_in_a_line_each_whether_the_ta
     begun = [line.split(":")[0].rstrip() for line in shown(result, monkeypatch).splitlines() if line.strip()]
     assert begun[:3] == ["results", "loss", "held-out loss"]
     text = " ".join(shown(result, monkeypatch).split())
-    assert "trained 2 steps in 1.0 s, 1,000 tokens/s (500 a rank); fullest rank at its peak: process 500.0 MB" in text
+    assert (
+        "trained 2 steps in 1.0 s, median step 1,000 tokens/s (500 a rank); fullest rank at its peak: process 500.0 MB"
+        in text
+    )
     assert text.index("fullest rank") < text.index(result.slowest) < text.index("memory of rank 0: all 1 rows equal")
     assert (
-        "memory of rank 0: all 1 rows equal to their formulas, or at most: communication buffers 31.2 GB; 77 B" in text
+        "memory of rank 0: all 1 rows equal to their formulas (buffers: at most): communication buffers 31.2 GB; 77 B"
+        in text
     )
     assert "traffic of rank 0: all 2 rows equal to their formulas: 4 MB sent, 2 MB a step" in text
     assert f"{LARGE:,}" not in text
@@ -128,7 +132,7 @@ def test_rows_that_differ_are_named_with_both_figures():
         row("activations", 7, None, agrees=None),
     ]
     head, wrong = memory_verdict(rows, 9)
-    assert head.startswith("memory of rank 0: 1 of 2 rows NOT equal to their formulas, or at most: parameters 1 MB")
+    assert head.startswith("memory of rank 0: 1 of 2 rows NOT equal to their formulas: parameters 1 MB")
     assert wrong == "  gradients: 5 bytes measured, 4 by formula"
     said = traffic_verdict([moved("all_gather", 1, 1), moved("exchange", 2, 3)], 2)
     assert said == "traffic of rank 0: 1 of 2 rows NOT equal to their formulas (exchange): 4 B sent, 2 B a step"

@@ -99,3 +99,13 @@ def test_of_values_that_no_run_writes_none_is_drawn():
     series = Series.of([{"step": 1, "loss": math.inf, "lr": None, "resumed_from": 0.5, "applied": 1}])
     assert numpy.isnan([*series.loss, *series.rate]).all()
     assert (series.resumed, series.skipped) == ([], [])
+
+
+def test_saves_without_a_record_behind_them_are_known_by_the_session_and_by_who_went_on_from_them():
+    records = [{"step": step, "loss": 1.0} for step in range(1, 13)]
+    records[4] |= {"save_seconds": 1.0}
+    records[8] |= {"resumed_from": 8}
+    assert Series.of(records, [10, 12]).saves == [4, 8, 10, 12]
+    assert Series.of(records, [4, 99, "x", None, 0]).saves == [4, 8]
+    for odd in (None, "10", {"10": 1}, 10):
+        assert Series.of(records, odd).saves == [4, 8]

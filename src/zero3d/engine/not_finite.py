@@ -20,7 +20,7 @@ def why_not_finite(
 ) -> str:
     """Return the reason of a step whose norm is not finite, with the ranks whose loss or weight was not.
 
-    All ranks call it; 8 bytes to each other rank.
+    All ranks call it; 8 bytes to each other rank, which the ledger leaves out: no formula knows what is skipped.
     """
     axes, hooks = parts.axes, parts.hooks
     lost = torch.stack([each.double() for each in nans]).amax() if nans else 0.0
@@ -29,7 +29,7 @@ def why_not_finite(
     if of_device := [weight.to(mine) for weight in weights if isinstance(weight, Tensor)]:  # others were checked
         values = torch.stack(of_device)
         mine = torch.where((values.isfinite() & (values >= 0)).all(), mine, _NO_WEIGHT)
-    told = axes.world.read(axes.world.exchange(mine.view(1)).view(-1), [0.0] * axes.world.size)
+    told = axes.world.read(axes.world.exchange(mine.view(1), recorded=False).view(-1), [0.0] * axes.world.size)
     worst = max(told)
     if not worst:
         unseen = sorted(name for of_chunk in hooks for name in of_chunk.without_weights)

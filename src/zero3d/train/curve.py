@@ -10,7 +10,7 @@ from statistics import fmean, median
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Braille: 4 rows of 2 dots per character
 LEAST, MOST, STRETCHES = 10, 100, 200  # steps of half a window; half windows in a run
 POINTS = 21  # of which a slope is taken
-NOISE = 4.0  # times the scatter of a window, by which two slopes may differ over its length
+NOISE, NORMAL = 2.0, 1.4826  # standard errors of a slope; a normal's standard deviation in median absolute deviations
 HIGHEST, USUAL = 3.0, 0.99  # times what so many of the values span: values above that are cut off
 FEW = 10  # values of which none is cut off
 
@@ -21,41 +21,66 @@ def smooth(values: Sequence[float]) -> list[float]:
     Where losses fall it lags behind nothing, and no single value pulls it. Values that are not finite are passed over;
     before the first and behind the last finite one there is no average.
 
-    Near either end a part of the window is missing, and the middle of the rest is not the step: its average is moved
-    there along its slope, the median of the slopes of all pairs (Theil 1950, Sen 1968). If that of a whole window at
-    this end is another by no more than noise, it is the less steep of both. The price: a turn in the last few steps is
-    seen late.
+    Half a window before either end a whole window is no longer there: from the last whole one on the average goes on
+    straight, along that window's slope (the median of the slopes of all pairs: Theil 1950, Sen 1968), as far as it is
+    more than noise. The price: a turn in the last few steps is seen late.
     """
-    known = [place for place, value in enumerate(values) if math.isfinite(value)]
-    if not known:
-        return [math.nan] * len(values)
-    first, last = known[0], known[-1] + 1
+    first, last = _ends(values)
     before, behind = [math.nan] * first, [math.nan] * (len(values) - last)
-    return [*before, *_averages(values[first:last]), *behind]
+    return [*before, *_averages(values[first:last]), *behind] if last else [math.nan] * len(values)
 
 
-def _averages(values: Sequence[float]) -> Iterator[float]:
-    half = min(max(LEAST, len(values) // STRETCHES), MOST, (len(values) - 1) // 3)
+def last_average(values: Sequence[float]) -> tuple[float, int]:
+    """Return the mean of the middle third of the last values, and how many these are: of the last whole window."""
+    first, last = _ends(values)
+    window = values[max(first, last - 2 * _half(last - first) - 1) : last]
+    inside = sorted(filter(math.isfinite, window))
+    return (_middle_third(inside) if inside else math.nan), len(window)
+
+
+def _ends(values: Sequence[float]) -> tuple[int, int]:
+    """Return the places of the first finite value and behind the last; zeros where there is none."""
+    known = [place for place, value in enumerate(values) if math.isfinite(value)]
+    return (known[0], known[-1] + 1) if known else (0, 0)
+
+
+def _half(many: int) -> int:
+    return min(max(LEAST, many // STRETCHES), MOST, max(0, many - 1) // 3)
+
+
+def _middle_third(ordered: Sequence[float]) -> float:
+    third = len(ordered) // 3
+    return fmean(ordered[third : len(ordered) - third])
+
+
+def _averages(values: Sequence[float]) -> list[float]:
+    half = _half(len(values))
     whole = 2 * half + 1
-    slopes = _slope(values[:whole]), _slope(values[-whole:])
-    inside = sorted(filter(math.isfinite, values[:half]))  # what of the window is finite
-    for i in range(len(values)):
-        if i + half < len(values) and math.isfinite(comes := values[i + half]):
-            insort(inside, comes)
-        if i > half and math.isfinite(goes := values[i - half - 1]):
-            del inside[bisect_left(inside, goes)]
-        if not inside:
-            yield math.nan
-            continue
-        third = len(inside) // 3
-        average = fmean(inside[third : len(inside) - third])
-        start = max(0, i - half)
-        window = values[start : i + half + 1]
-        if len(window) < whole:
-            middle = fmean(start + place for place, value in enumerate(window) if math.isfinite(value))
-            average += _slope_at_end(window, slopes[i >= half]) * (i - middle)
-            average = min(max(average, inside[0]), inside[-1])
-        yield average
+    inside = sorted(filter(math.isfinite, values[:whole]))
+    found = []
+    for middle in range(half, len(values) - half):
+        if middle > half:
+            if math.isfinite(goes := values[middle - half - 1]):
+                del inside[bisect_left(inside, goes)]
+            if math.isfinite(comes := values[middle + half]):
+                insort(inside, comes)
+        found.append(_middle_third(inside) if inside else math.nan)
+    front = _straight(values[:whole], found[0], range(-half, 0))
+    back = _straight(values[-whole:], found[-1], range(1, half + 1))
+    return [*front, *found, *back]
+
+
+def _straight(window: Sequence[float], average: float, places: range) -> list[float]:
+    """Return averages at places from a window's middle, along its slope, within its values."""
+    inside = [value for value in window if math.isfinite(value)]
+    slope = _slope(window)
+    rest = [value - slope * place for place, value in enumerate(window) if math.isfinite(value)]
+    center = median(rest)
+    scatter = NORMAL * median(abs(value - center) for value in rest)
+    error = NOISE * scatter * math.sqrt(12 / len(window) ** 3)  # of a line's slope
+    share = max(0.0, 1 - (error / slope) ** 2) if slope else 0.0
+    middle = center + slope * (len(window) - 1) / 2 if math.isnan(average) else average
+    return [min(max(middle + share * slope * place, min(inside)), max(inside)) for place in places]
 
 
 def _slope(window: Sequence[float]) -> float:
@@ -67,20 +92,6 @@ def _slope(window: Sequence[float]) -> float:
             points.append((start, median(known)))
     slopes = [(b - a) / (j - i) for n, (i, a) in enumerate(points) for j, b in points[n + 1 :]]
     return median(slopes) if slopes else 0.0
-
-
-def _slope_at_end(window: Sequence[float], other: float) -> float:
-    """Return a window's slope; where it does not differ from the other by more than noise, the less steep of both.
-
-    Of two that noise alone may have made, one that rises and the other falls, it is none.
-    """
-    slope = _slope(window)
-    known = [value - slope * place for place, value in enumerate(window) if math.isfinite(value)]
-    center = median(known)
-    scatter = median(abs(value - center) for value in known)
-    if abs(slope - other) * len(window) > NOISE * scatter:
-        return slope
-    return min(slope, other, key=abs) if slope * other > 0 else 0.0
 
 
 def limits(values: Sequence[float], averages: Sequence[float] = ()) -> tuple[float, float] | None:

@@ -64,6 +64,7 @@ class Loop:
     validation  sequences held out, or None
     flops       useful operations per token, of the whole model
     tokens      that this rank trained on in this session
+    saves       steps after which this session has saved a checkpoint
     events      a user's own commands
     after_save  is called when a checkpoint was saved, or its save behind training has begun
     """
@@ -96,6 +97,7 @@ class Loop:
         self.state = self.state.by(self.criterion)
         self.ranks = RankWatch(engine)
         self._say: Callable[[str], None] = no_words
+        self.saves: list[int] = []
         self.saving = Saving(config.checkpoint, engine, folder, self._note_saved, self.ranks.saved)
         self._hints = ResumeHints(folder, config, engine.world.size)
         self._steps_at_start = engine.steps  # applied
@@ -381,6 +383,7 @@ class Loop:
 
     def _note_saved(self, folder: Path) -> None:
         """Say that a checkpoint is whole, and tell a user's own classes."""
+        self.saves.append(self.state.step)
         self._say(f"saved: {shown(folder)}")
         self._tell("on_save", folder)
 
@@ -389,7 +392,7 @@ class Loop:
         if (slow := self.ranks.news()) is not None:
             line = slow.line(self.ranks.hosts)
             progress.say(f"step {self.state.step}: {line}")
-            facts = {"why": line, "slowest_host": self.ranks.hosts[slow.rank], "slowest_part": slow.part}
+            facts = {"why": line, "slowest_hostname": self.ranks.hosts[slow.rank], "slowest_part": slow.part}
             self.events.fire(STRAGGLER, {"step": self.state.step, **facts, **slow.fields()})
 
     def _check_plan(self, progress: Progress) -> None:

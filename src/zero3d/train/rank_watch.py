@@ -17,11 +17,10 @@ import torch
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.engine import Engine
 from zero3d.train.progress import LINES
-from zero3d.train.stragglers import KINDS, OwnTimes, Slow, Stragglers, Window, steps_told
+from zero3d.train.stragglers import FACTS, KINDS, OwnTimes, Slow, Stragglers, Window, steps_told
 from zero3d.zero.step_parts import SAVES
 
 LETTERS = 48  # of a host's name
-FACTS = 2  # of a window, beside its seconds
 EVERY = 10  # steps between messages, at most, where nobody has said how many
 
 
@@ -40,7 +39,7 @@ class RankWatch:
         self._stragglers = Stragglers(stages) if engine.world.rank == 0 else None
         self.slow: Slow | None = None
         self.worst: tuple[int, Slow] | None = None
-        self._said: tuple[int, str] | None = None
+        self._said: set[tuple[int, str]] = set()
         self._waited = 0.0
         self.begin(1, None)
 
@@ -109,10 +108,10 @@ class RankWatch:
         return waited
 
     def news(self) -> Slow | None:
-        """Return the slowest rank, once: again when it is another one, or slow in something else."""
-        if self.slow is None or (self.slow.rank, self.slow.part) == self._said:
+        """Return the slowest rank, once in a session for each rank and part."""
+        if self.slow is None or (self.slow.rank, self.slow.part) in self._said:
             return None
-        self._said = self.slow.rank, self.slow.part
+        self._said.add((self.slow.rank, self.slow.part))
         return self.slow
 
     @property

@@ -18,7 +18,7 @@ from zero3d.expert_parallel.traffic import Busiest
 from zero3d.spec.tiers import DEVICE
 from zero3d.stores.cache import shown as shown_path
 from zero3d.train import tables
-from zero3d.train.curve import as_text, smooth
+from zero3d.train.curve import as_text, last_average, smooth
 from zero3d.train.metrics import finite, losses
 from zero3d.train.progress import held
 from zero3d.train.run import Result
@@ -83,8 +83,9 @@ def summary(result: Result) -> Iterator[str]:
     yield f"results: {result.folder.root}"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if result.history:
-        last = losses(result.history)
-        yield f"loss: {last[-1]:.6f} in the last step, {smooth(last)[-1]:.4f} on the average of the last ones"
+        course = losses(result.history)
+        average, many = last_average(course)
+        yield f"loss: {course[-1]:.6f} in the last step, {average:.4f} on the average of the last {many}"
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
     if math.isfinite(result.averaged_loss):
@@ -113,7 +114,8 @@ def summary(result: Result) -> Iterator[str]:
         yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
     yield f"checkpoint: {shown_path(result.checkpoint)}    metrics: {result.folder.metrics}"
     if result.trace is not None:
-        yield f"trace of {result.config.profile.steps} steps on all ranks: {result.trace}, for ui.perfetto.dev"
+        steps = steps_in_words(result.config.profile.steps)
+        yield f"trace of {steps} on all ranks: {result.trace}, for ui.perfetto.dev"
 
 
 def _pace(result: Result) -> str:
@@ -125,8 +127,8 @@ def _pace(result: Result) -> str:
     most = held(result.peak_memory, result.peak_reserved)
     each = f" ({rate / result.ranks:,.0f} a rank)" if result.ranks > 1 else ""
     return (
-        f"trained {steps_of(result)} in {result.seconds:.1f} s, {rate:,.0f} tokens/s{each}{mfu}; fullest rank at its "
-        f"peak: {most}"
+        f"trained {steps_of(result)} in {result.seconds:.1f} s, median step {rate:,.0f} tokens/s{each}"
+        f"{mfu}; fullest rank at its peak: {most}"
     )
 
 
@@ -157,7 +159,7 @@ def write_png(result: Result) -> str:
     config = result.config
     title = f"{config.model.path}: stage {config.zero.stage}, {config.precision}, {result.ranks} ranks"
     try:
-        draw_run(Series.of(result.history), title, result.folder.curves)
+        draw_run(Series.of(result.history, result.saves), title, result.folder.curves)
     except ImportError:
         return "no run.png: matplotlib is missing, type pip install 'zero3d[plot]'"
     except OSError as error:

@@ -77,6 +77,7 @@ class Result:
     exports        folders that were written; reloaded_by: the class that has loaded the first of them
     values         of evaluate.function, at the last evaluation
     ended_early    why the run ended before its last step, or None
+    saves          steps after which this session has saved a checkpoint
     trace          the file of all ranks' traced steps; None where none was traced
     slowest        the last rank that was slower than its peers, in words; None where none was
     """
@@ -109,6 +110,7 @@ class Result:
     ended_early: str | None = None
     slowest: str | None = None
     trace: Path | None = None
+    saves: Sequence[int] = ()
 
     @property
     def exported_loss(self) -> float:
@@ -298,6 +300,7 @@ def _finish(
         ended_early=loop.why_over,
         slowest=loop.ranks.line,
         trace=trace,
+        saves=tuple(loop.saves),
     )
 
 

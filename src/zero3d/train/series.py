@@ -4,7 +4,8 @@ loss          of each step, NaN where it had none
 held_out      losses at the steps that were evaluated
 rate, norm, speed    learning rate, norm of the gradients, tokens per second
 memory, reserved     bytes on the device of rank 0
-saves         steps of which a checkpoint was saved: the record behind a save has its seconds
+saves         steps of which a checkpoint was saved: the record behind a save has its seconds, a session that went on
+              names the one that it came from, and report.json has all of the last session, the one at its end, too
 skipped       steps that were not applied
 slow          steps whose record names a slow rank
 resumed       the last step before a session that went on from a checkpoint
@@ -38,12 +39,19 @@ class Series:
     resumed: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]]) -> Self:
-        """Return the curves of a run's records."""
+    def of(cls, records: Iterable[Mapping[str, Any]], saves: object = ()) -> Self:
+        """Return the curves of a run's records. saves: steps that the last session has saved, as in report.json."""
         found = cls()
         for record in records:
             found.add(record)
+        found.add_saves(saves)
         return found
+
+    def add_saves(self, steps: object) -> None:
+        """Add steps that were saved, as far as they are steps of the run."""
+        known = [step for step in steps if isinstance(step, int)] if isinstance(steps, (list, tuple)) else []
+        last = self.steps[-1] if self.steps else 0
+        self.saves = sorted({*self.saves, *(step for step in known if 0 < step <= last)})
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add the next record; a value that is not there is NaN."""
@@ -65,6 +73,7 @@ class Series:
             self.slow.append(step)
         if isinstance(before := record.get("resumed_from"), int):
             self.resumed.append(before)
+            self.saves.append(before)
 
 
 def _value(record: Mapping[str, Any], name: str) -> float:

@@ -109,6 +109,7 @@ class SessionReport:
             "ranks": engine.world.size,
             "stage": engine.stage,
             "precision": engine.precision.name,
+            "saves": self._loop.saves,
             "hosts": self._loop.ranks.hosts,
             "slowest": self._loop.ranks.line,
             "sample": self.sample,

@@ -26,13 +26,15 @@ SAVE = "save"
 KINDS = (COMPUTE, DATA, SAVE, BY_HOST)
 KEPT, ENOUGH = 50, 20  # steps that are looked at, and how many must be there
 SAVES, ENOUGH_SAVES = 10, 5
-LEAST, LEAST_SECONDS, FAR = 0.03, 0.001, 6.0
+LEAST, LEAST_SECONDS, FAR = 0.03, 0.001, 5.0
 SLOWER = LEAST / 2  # in a step that counts as one in which a rank was slower
 OFTEN, OFTEN_IN_SAVES = 0.6, 0.8  # of the steps, of the saves: it must be slower in more of them
+LASTS = 0.95  # the most of a step's noise that is taken to be the next one's, too
 CUT = 0.25  # of the steps, at each end
 NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
+FACTS = 3  # numbers of a window beside its seconds
 MOST_NUMBERS = 1 << 15  # in a message of all ranks
-ON_A_CORE = 0.8  # of a computing thread's time: who has less was taken off its core, or waits
+DISPLACED = 0.1  # of a computing thread's time, by which it was less on a core than its peers
 FIELDS = ("slowest_rank", "slowest_over", "slowest_steps", "slowest_of_steps")
 
 
@@ -43,6 +45,7 @@ class Slow(NamedTuple):
     times, of  in how many of how many steps it was slower than its peers by SLOWER at least, or saves by LEAST
     seconds    of a step over the median of its peers, by kind; the largest is the reason
     on_core    share of its computing thread's own seconds in which that ran on a core; NaN where nobody knows
+    peers_on_core    the median of that over all other ranks
     """
 
     rank: int
@@ -51,6 +54,7 @@ class Slow(NamedTuple):
     of: int
     seconds: Mapping[str, float]
     on_core: float = math.nan
+    peers_on_core: float = math.nan
 
     @property
     def part(self) -> str:
@@ -61,7 +65,8 @@ class Slow(NamedTuple):
         """Return the fields of a record."""
         numbers = (self.rank, self.over, self.times, self.of)
         by_kind = {f"slowest_{kind}_s": self.seconds[kind] for kind in KINDS}
-        core = {} if math.isnan(self.on_core) else {"slowest_on_core": self.on_core}
+        cores = {"slowest_on_core": self.on_core, "slowest_peers_on_core": self.peers_on_core}
+        core = {name: value for name, value in cores.items() if not math.isnan(value)}
         return dict(zip(FIELDS, numbers, strict=True)) | by_kind | core
 
     @classmethod
@@ -72,16 +77,19 @@ class Slow(NamedTuple):
         if len(numbers) < len(names) or not all(map(math.isfinite, numbers)):
             return None
         rank, over, times, of = numbers[: len(FIELDS)]
-        core = record.get("slowest_on_core")
+        told = [record.get(name) for name in ("slowest_on_core", "slowest_peers_on_core")]
+        cores = [value if isinstance(value, float) else math.nan for value in told]
         seconds = dict(zip(KINDS, numbers[len(FIELDS) :], strict=True))
-        return cls(int(rank), over, int(times), int(of), seconds, core if isinstance(core, float) else math.nan)
+        return cls(int(rank), over, int(times), int(of), seconds, *cores)
 
     def line(self, hosts: Sequence[str] = ()) -> str:
         """Say it. hosts: of each rank, where they are known."""
         where = f" ({hosts[self.rank]})" if self.rank < len(hosts) else ""
         what = "saves" if self.part == SAVE else "steps"
-        core = self.on_core if self.part == COMPUTE and self.on_core < ON_A_CORE else math.nan
-        off = "" if math.isnan(core) else f" (its thread was on a core in {100 * core:.0f} % of that time)"
+        off = ""
+        if self.part == COMPUTE and self.on_core < self.peers_on_core - DISPLACED:
+            on, others = 100 * self.on_core, 100 * self.peers_on_core
+            off = f" (its thread was on a core in {on:.0f} % of that time, its peers' in {others:.0f} %)"
         many = f"+{100 * self.over:.0f} % over the median in {self.times} of {self.of} {what}"
         return f"slowest rank {self.rank}{where}: {many}: {self.part}{off}"
 
@@ -94,24 +102,26 @@ class Window(NamedTuple):
 
     totals   own seconds of each of the last steps, the newest last; NaN where there are fewer than are told
     means    own seconds of a step, by kind
-    saves    that were among them
+    steps    since it told last
+    saves    among them
     on_core  see `Slow`
     """
 
     totals: Sequence[float]
     means: Mapping[str, float]
+    steps: float
     saves: float
     on_core: float
 
     def numbers(self) -> list[float]:
         """Return them in a row."""
-        return [*self.totals, *(self.means[kind] for kind in KINDS), self.saves, self.on_core]
+        return [*self.totals, *(self.means[kind] for kind in KINDS), self.steps, self.saves, self.on_core]
 
     @classmethod
     def of_numbers(cls, row: Sequence[float]) -> Window:
         """Return what `numbers` made a row of."""
-        totals, means, (saves, on_core) = row[: -len(KINDS) - 2], row[-len(KINDS) - 2 : -2], row[-2:]
-        return cls(totals, dict(zip(KINDS, means, strict=True)), saves, on_core)
+        totals, means, facts = row[: -len(KINDS) - FACTS], row[-len(KINDS) - FACTS : -FACTS], row[-FACTS:]
+        return cls(totals, dict(zip(KINDS, means, strict=True)), *facts)
 
 
 def steps_told(every: int, ranks: int) -> int:
@@ -139,21 +149,31 @@ class OwnTimes:
     def window(self, own: Iterable[OwnStep], last: int, told: int) -> Window:
         """Return what to tell, up to step `last` of the session, which all ranks have measured; `told` totals."""
         last += self._before
-        steps = [step for step in own if self._told < step.step <= last]
+        steps = [step for step in own if self._told < step.step <= last]  # the newest of them: clocks keep so many
         totals = [step.total for step in steps[-told:]]
-        many = max(1, len(steps))
-        means = {kind: sum(getattr(step, kind) for step in steps) / many for kind in (COMPUTE, DATA, BY_HOST)}
-        computing = sum(step.compute for step in steps)
+        kept, many = max(1, len(steps)), max(0, last - self._told)
+        means = {kind: sum(getattr(step, kind) for step in steps) / kept for kind in (COMPUTE, DATA, BY_HOST)}
+        means[SAVE] = self._save / max(1, many)
+        computing = means[COMPUTE] * many
         core = min(1.0, self._core / computing) if computing and self._core else math.nan
-        window = Window(
-            [math.nan] * (told - len(totals)) + totals, means | {SAVE: self._save / many}, self._saves, core
-        )
+        window = Window([math.nan] * (told - len(totals)) + totals, means, many, self._saves, core)
         self._told, self._core = max(self._told, last), 0.0
         self._save, self._saves = 0.0, 0
         return window
 
 
 # --- who is slow --------------------------------------------------------------------------------
+
+
+class _Saves(NamedTuple):
+    """Saves that were told of together: what ranks took over their peers, of each step since those before.
+
+    shares  the same as a share of a step
+    """
+
+    many: int
+    seconds: Values
+    shares: Values
 
 
 class Stragglers:
@@ -169,7 +189,8 @@ class Stragglers:
         self._over: deque[Values] = deque(maxlen=KEPT)  # of each step, by rank: share of its peers' median
         self._usual: deque[Values] = deque(maxlen=KEPT)  # that median
         self._means: deque[tuple[int, Values]] = deque(maxlen=KEPT)  # steps, seconds over peers [ranks, kinds]
-        self._saves: deque[Values] = deque(maxlen=SAVES)  # seconds over peers, as a share of a step's
+        self._saves: deque[_Saves] = deque(maxlen=SAVES)
+        self._since: float | None = None  # steps since the last save; not known before the first
 
     def hear(self, windows: Sequence[Window]) -> Slow | None:
         """Take what the ranks tell, in their order; return the slowest one if it is far slower than its peers."""
@@ -185,12 +206,25 @@ class Stragglers:
         if steps:
             means = [self._compared(numpy.array([w.means[kind] for w in windows]))[0] for kind in KINDS]
             self._means.append((steps, numpy.stack(means, axis=1)))
-            if all(window.saves > 0 for window in windows):
+            self._hear_of_saves(windows, means[KINDS.index(SAVE)])
+        found = [self._slow_in_steps(KEPT), self._slow_in_steps(ENOUGH), self._slow_in_saves()]
+        most = max(filter(None, found), key=lambda slow: (slow.over, slow.of), default=None)
+        if most is None:
+            return None
+        cores = [window.on_core for rank, window in enumerate(windows) if rank != most.rank and self._compares[rank]]
+        return most._replace(on_core=windows[most.rank].on_core, peers_on_core=float(numpy.median(cores)))
+
+    def _hear_of_saves(self, windows: Sequence[Window], over: Values) -> None:
+        """Take what ranks' saves took over their peers', in seconds of each step that they were told with."""
+        steps = min(window.steps for window in windows)
+        since = None if self._since is None else self._since + steps
+        if (saves := min(window.saves for window in windows)) > 0:
+            if since is not None:
+                seconds = over * steps / max(1.0, since)
                 step = numpy.maximum(numpy.mean(self._usual, axis=0), LEAST_SECONDS)
-                self._saves.append(means[KINDS.index(SAVE)] / step)
-        found = [slow for slow in (self._slow_in_steps(), self._slow_in_saves()) if slow is not None]
-        most = max(found, key=lambda slow: slow.over, default=None)
-        return most and most._replace(on_core=windows[most.rank].on_core)
+                self._saves.append(_Saves(int(saves), seconds, seconds / step))
+            since = 0.0
+        self._since = since
 
     def _compared(self, values: Values) -> tuple[Values, Values]:
         """Return each rank's value over the median of its peers, and that median."""
@@ -199,13 +233,15 @@ class Stragglers:
             usual[peers] = medians_without(values[peers])
         return values - usual, usual
 
-    def _slow_in_steps(self) -> Slow | None:
+    def _slow_in_steps(self, last: int) -> Slow | None:
+        """Judge the last steps: of all that are kept for what lasts, of a few for what has just begun."""
         if len(self._over) < ENOUGH:
             return None
-        over = numpy.stack(self._over)
+        over = numpy.stack(self._over)[-last:]
         levels, scatter = _middle(over), _scatter(over)
         rank = int(numpy.where(self._compares, levels, -numpy.inf).argmax())
         error = max(scatter[rank], numpy.median(scatter[self._compares])) / math.sqrt(len(over))
+        error *= _lasting(numpy.stack(self._over)[:, self._compares])
         seconds = levels[rank] * numpy.median([usual[rank] for usual in self._usual])
         times = int((over[:, rank] >= SLOWER).sum())
         if levels[rank] < max(LEAST, FAR * error) or seconds < LEAST_SECONDS or times <= OFTEN * len(over):
@@ -215,15 +251,16 @@ class Stragglers:
     def _slow_in_saves(self) -> Slow | None:
         if len(self._saves) < ENOUGH_SAVES:
             return None
-        shares = numpy.stack(self._saves)
+        shares, counts = (numpy.stack([getattr(save, name) for save in self._saves]) for name in ("shares", "many"))
         usual = numpy.median(shares, axis=0)
         rank = int(usual.argmax())
-        own, seconds = shares[:, rank], self._by_kind(rank)[SAVE]
+        own, seconds = shares[:, rank], float(numpy.mean([save.seconds[rank] for save in self._saves]))
         error = own.std(ddof=1) / math.sqrt(len(own))  # of few values a median deviation may be 0 by chance
-        times = int((own >= LEAST).sum())
-        if usual[rank] < max(LEAST, FAR * error) or seconds < LEAST_SECONDS or times <= OFTEN_IN_SAVES * len(own):
+        slower = own >= LEAST
+        if usual[rank] < max(LEAST, FAR * error) or seconds < LEAST_SECONDS or slower.mean() <= OFTEN_IN_SAVES:
             return None
-        return Slow(rank, float(own.mean()), times, len(own), dict.fromkeys(KINDS, 0.0) | {SAVE: seconds})
+        times, of = int(counts[slower].sum()), int(counts.sum())
+        return Slow(rank, float(own.mean()), times, of, dict.fromkeys(KINDS, 0.0) | {SAVE: seconds})
 
     def _by_kind(self, rank: int) -> dict[str, float]:
         """Return a rank's seconds of a step over its peers' median, by kind, over the steps that are looked at."""
@@ -241,6 +278,16 @@ def medians_without(values: Values) -> Values:
     low, high = (rest - 1) // 2, rest // 2
     without: Values = (ordered[low + (values <= ordered[low])] + ordered[high + (values <= ordered[high])]) / 2
     return without
+
+
+def _lasting(over: Values) -> float:
+    """Return by how much noise that lasts from step to step makes a mean's error larger, as an AR(1) series has it."""
+    rest = over - over.mean(axis=0)
+    power = (rest * rest).sum(axis=0)
+    alike = (rest[1:] * rest[:-1]).sum(axis=0)[power > 0] / power[power > 0]
+    many = len(over)  # of so few the correlation comes out low: Kendall 1954
+    last = min(max((many * float(numpy.median(alike)) + 1) / (many - 3), 0.0), LASTS) if len(alike) else 0.0
+    return math.sqrt((1 + last) / (1 - last))
 
 
 def _middle(over: Values) -> Values:

@@ -155,7 +155,8 @@ def memory_verdict(rows: Sequence[MemoryRow], peak_held: int) -> Iterator[str]:
     """
     judged = [row for row in rows if row.agrees is not None]
     wrong = [row for row in judged if not row.agrees]
-    words = _all_rows(len(judged), len(wrong), "equal to their formulas, or at most")
+    bounded = " (buffers: at most)" if any(row.at_most for row in judged) else ""
+    words = _all_rows(len(judged), len(wrong), f"equal to their formulas{bounded}")
     amounts = [f"{shown(row.consumer, row.place)} {size(row.measured)}" for row in rows if row.measured]
     yield f"memory of rank 0: {words}: {', '.join(amounts)}; {size(peak_held)} at the fullest"
     yield from (
@@ -166,9 +167,9 @@ def memory_verdict(rows: Sequence[MemoryRow], peak_held: int) -> Iterator[str]:
     states, padding = sum(sizes.get(name, 0) for name in STATES), sizes.get("padding", 0)
     if padding > MUCH_PADDING * states:
         yield (
-            f"  padding is {padding / states:.0%} of the states on the device: ranks have equally large shards of each "
-            "unit, in whole blocks of 256 elements; it shrinks with larger layers or fewer ranks over which states are "
-            "cut (mesh.shard)"
+            f"  padding is {size(padding)} beside {size(states)} of states: storages are whole blocks of 256 elements "
+            "for each parameter, and equally long shards of each unit for all ranks; small parameters and many ranks "
+            "make more of it"
         )
 
 

@@ -29,7 +29,7 @@ from zero3d.tools.page.curves import Curve, curves, margin
 from zero3d.tools.page.markup import tag
 from zero3d.tools.page.paint import FORMS, MARKS, classes_of, series_needed
 from zero3d.train import tables
-from zero3d.train.curve import limits, smooth
+from zero3d.train.curve import last_average, limits, smooth
 from zero3d.train.stragglers import KINDS, Slow
 from zero3d.zero.step_parts import PARTS, WORDS
 
@@ -63,7 +63,7 @@ def report_page(left: Left) -> str:
         frame.paragraph(left.folder.root.resolve(), "dim"),
         *(frame.paragraph(line) for line in left.why),
         *_go_on(left),
-        frame.tiles(_figures(left, averages)),
+        frame.tiles(_figures(left)),
         *cards,
         *_unread(left),
         frame.paragraph(f"Made of the run's folder on {time.strftime('%Y-%m-%d %H:%M:%S %z')}.", "dim"),
@@ -80,7 +80,7 @@ def _go_on(left: Left) -> Iterator[Markup]:
 # --- key figures --------------------------------------------------------------------------------
 
 
-def _figures(left: Left, averages: Sequence[float]) -> Iterator[tuple[str, str, str]]:
+def _figures(left: Left) -> Iterator[tuple[str, str, str]]:
     course, last = left.course, left.course.last
     if not last:
         yield "Step", "none yet" if left.state == RUNNING else "none", "no record of a step is there"
@@ -91,8 +91,8 @@ def _figures(left: Left, averages: Sequence[float]) -> Iterator[tuple[str, str, 
     yield "Step", f"{last['step']:,}{of}", ", ".join(
         [f"{skipped:,} skipped"] * (skipped > 0) + [f"resumed {_times_in_words(resumed)}"] * (resumed > 0)
     ) or "none skipped"  # fmt: skip
-    average = next(filter(math.isfinite, reversed(averages)), math.nan)
-    yield "Loss", _digits(average), f"average at the end; last step {_digits(course.losses[-1])}"
+    average, many = last_average(course.series.loss)
+    yield "Loss", _digits(average), f"average of the last {many}; last step {_digits(course.losses[-1])}"
     if course.series.held_out:
         step, value = course.series.held_out[-1]
         yield "Held-out loss", _digits(value), f"step {step:,}; perplexity {math.exp(min(value, 700.0)):,.2f}"

@@ -196,6 +196,7 @@ def read_run(output: str) -> Left:
         unread.append("no metrics.jsonl: the run has not come to its first step")
     except (OSError, Unreadable) as error:
         unread.append(f"{folder.metrics} {_reason(error)}")
+    course.series.add_saves(report.get("saves"))
     if course.odd:
         unread.append(f"{course.odd} line{'s' * (course.odd > 1)} of {folder.metrics}, cut off or no record")
     state, why = _end_of(folder, report, unread)

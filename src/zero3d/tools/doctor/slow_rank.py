@@ -34,7 +34,7 @@ def judge_slow_rank(output: Path) -> Finding | None:
         return None
     (first, _), (last, slow) = told[0], told[-1]
     hosts = _hosts(output)
-    when = f"said {len(told)} times, from step {first:,} to step {last:,} of {Folder(output).last_step:,}"
+    when = f"in {len(told)} records, from step {first:,} to step {last:,} of {Folder(output).last_step:,}"
     host = hosts[slow.rank] if slow.rank < len(hosts) else f"the host of rank {slow.rank}"
     figures = slow.fields() | {"first_step": first, "last_step": last}
     return Finding(WARNING, f"{slow.line(hosts)}; {when}", REMEDIES[slow.part].format(host=host), figures)
