@@ -141,6 +141,20 @@ def test_a_damaged_checkpoint_is_an_error_and_not_tried_again(copied, capsys):
     assert "CheckpointError" in refused(capsys, copied, TEXT)
 
 
+def test_a_run_that_was_stopped_is_read_at_its_newest_checkpoint_and_the_best_has_its_step(copied, capsys):
+    report = json.loads((copied / "report.json").read_text())
+    (copied / "report.json").write_text(json.dumps(report | {"ended": {"how": "stopped", "why": ""}}))
+    assert typed(capsys, copied, TEXT)[1] == f"generating from {copied}/checkpoints/step-2\n"
+    (copied / "checkpoints" / "best").symlink_to("step-1")
+    assert json.loads(typed(capsys, copied / "checkpoints" / "best", TEXT, "--json")[0])["step"] == 1
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_an_error_and_not_waited_for(copied, capsys):
+    (copied / "report.json").unlink()
+    (copied / "checkpoints" / "step-2" / "manifest.json").unlink()
+    assert "step-2" in refused(capsys, copied, TEXT)
+
+
 def test_several_texts_and_one_of_stdin_are_continued_each_by_itself(run, capsys, monkeypatch):
     alone = [typed(capsys, run, text)[0] for text in ("some", "and more words")]
     monkeypatch.setattr(sys, "stdin", io.StringIO("and more words\n"))
@@ -157,7 +171,8 @@ def test_tokens_are_drawn_by_the_seed(run, capsys):
     assert first != typed(capsys, run, TEXT)[0]
     assert first == typed(capsys, run, TEXT, *drawn)[0]
     assert first != typed(capsys, run, TEXT, *drawn, "--seed", "1")[0]
-    assert typed(capsys, run, TEXT, "--temperature", "1.5", "--top-k", "1")[0] == typed(capsys, run, TEXT)[0]
+    for narrow in (("1.5", "--top-k", "1"), ("1.5", "--top-p", "1e-6"), ("0.001",)):
+        assert typed(capsys, run, TEXT, "--temperature", *narrow)[0] == typed(capsys, run, TEXT)[0]
 
 
 def test_a_text_ends_where_the_models_positions_do(run, capsys):
@@ -233,3 +248,5 @@ def test_what_cannot_be_is_one_line_with_what_to_type(place, monkeypatch, capsys
 def test_a_tokenizer_of_another_model_is_refused(place, capsys):
     said = refused(capsys, save_model(place / "small"), "zz", "--tokenizer", "bytes")
     assert "gives token 122, and the model's vocabulary has 61" in said
+    assert "gives token 61, and" in refused(capsys, place / "small", chr(61), "--tokenizer", "bytes")
+    assert typed(capsys, place / "small", chr(60), "--tokenizer", "bytes")

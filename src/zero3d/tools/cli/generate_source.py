@@ -172,6 +172,7 @@ def _is_adapter(path: Path) -> bool:
 
 def _of_newest(directory: Path, place: Path, wanted: Wanted) -> Source:
     """Export the newest checkpoint; where the run removes it meanwhile, the one that is the newest then."""
+    before: Path | None = None
     while True:
         found = checkpoints(directory)
         if not found:
@@ -180,9 +181,10 @@ def _of_newest(directory: Path, place: Path, wanted: Wanted) -> Source:
         try:
             return _of_checkpoint(step, place, wanted)
         except Exception:  # whatever reading half of it raises
-            if is_complete(step):
+            if is_complete(step) or step == before:  # it is still the newest: nobody removes it
                 raise
             shutil.rmtree(place, ignore_errors=True)
+            before = step
 
 
 def _of_checkpoint(step: Path, place: Path, wanted: Wanted) -> Source:
