@@ -124,3 +124,6 @@ def test_the_terminal_s_curve_says_its_range():
     assert lines[0].startswith("  3.00 ┤")
     assert lines[3].startswith("  1.00 ┤")
     assert not [*as_text([NAN])]
+    first, *_, last = (line.partition("┤")[2] for line in as_text([3.0, 2.0, 1.0], width=10, height=4) if "┤" in line)
+    empty = "\u2800"
+    assert (first[0] != empty, first[-1], last[0], last[-1] != empty) == (True, empty, empty, True)  # it falls

@@ -1,6 +1,8 @@
 """Prometheus and OpenTelemetry: names, what a scraper and a collector read, and that none of them holds a run up."""
 
+import atexit
 import http.server
+import logging
 import random
 import socket
 import threading
@@ -12,7 +14,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from zero3d.config import load
-from zero3d.train.endpoints import CLOSING, Latest, OpenTelemetry, Prometheus, metric_of
+from zero3d.train import endpoints
+from zero3d.train.endpoints import CLOSING, Heard, Latest, OpenTelemetry, Prometheus, metric_of
 from zero3d.train.folder import Folder
 from zero3d.train.metrics import Metrics
 
@@ -113,8 +116,10 @@ def test_the_file_has_the_last_values_and_counts_and_nothing_else_is_left(folder
     logged(folder, "log.to=prometheus")
     check(samples((folder.root / "metrics.prom").read_text()))
     assert sorted(path.name for path in folder.root.iterdir()) == ["metrics.jsonl", "metrics.prom"]
+    (folder.root / "metrics.prom.4711.140").touch()  # of a writer that was killed
+    (folder.root / "metrics.prom.mine").touch()
     folder.clear()
-    assert list(folder.root.iterdir()) == []
+    assert [path.name for path in folder.root.iterdir()] == ["metrics.prom.mine"]
 
 
 @pytest.fixture
@@ -142,6 +147,19 @@ def test_a_scrape_gets_the_values_of_now_whatever_other_scrapers_do(served):
             served.log(step, {"loss": 1 / step, **{f"own {number}": 1.0 for number in range(50)}})
         found = scraped(served)
     assert (found["zero3d_step", ""], found["zero3d_loss", ""], found["zero3d_running", ""]) == (199, 1 / 199, 1)
+
+
+def test_only_the_address_that_is_named_is_listened_on(served):
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", served.port))
+
+
+def test_a_scraper_that_asks_nothing_is_cut_off(folder, monkeypatch):
+    monkeypatch.setattr(endpoints, "IDLE", 0.01)
+    tracker = Prometheus(folder.root, "llama", "127.0.0.1", 0, pytest.fail)
+    with socket.create_connection(("127.0.0.1", tracker.port), 60) as silent:
+        assert silent.recv(1) == b""
+    tracker.close()
 
 
 def test_a_port_that_is_taken_is_one_line_and_the_file_goes_on(folder):
@@ -226,6 +244,7 @@ class Collector:
         for metric in whole.scope_metrics[0].metrics:
             kind = "sum" if metric.name.endswith("_total") else "gauge"
             assert metric.WhichOneof("data") == kind
+            assert metric.unit == ("s" if metric.name.endswith("_seconds") else "")
             for point in getattr(metric, kind).data_points:
                 labels = {each.key: each.value.string_value for each in point.attributes}
                 assert labels.pop("run") == "llama"
@@ -238,6 +257,25 @@ def otel(monkeypatch):
     for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
         monkeypatch.delenv(name, raising=False)
     return lambda collector: monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+
+
+def test_of_what_the_sdk_logs_the_first_line_is_told_once():
+    logger, heard = logging.getLogger("opentelemetry.sdk"), Heard()
+    logger.warning("no\nway")
+    logger.warning("again")
+    assert (heard.first(), heard.first()) == ("no way", None)
+    heard.close()
+    assert heard not in logging.getLogger("opentelemetry").handlers
+
+
+def test_nothing_is_exported_once_more_at_the_end_of_the_process(otel):
+    with Collector() as collector:
+        otel(collector)
+        first, before = OpenTelemetry("llama", "mine", lambda line: None), atexit._ncallbacks()
+        second = OpenTelemetry("llama", "mine", lambda line: None)
+        assert atexit._ncallbacks() == before
+        second.close()
+        first.close()
 
 
 def test_a_collector_gets_the_same_values_by_the_same_names(folder, otel, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import select
 import subprocess
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -46,6 +47,18 @@ def test_a_command_gets_its_facts_and_has_a_session_a_log_and_no_input(heard, ou
     assert printed == "to the log"
     Folder(output).clear()
     assert not (output / "events.log").exists()
+
+
+def test_a_relative_folder_is_told_in_full_and_what_stands_in_the_log_stays(heard, output, monkeypatch):
+    monkeypatch.chdir(output.parent)
+    (output / "events.log").write_text("of an earlier session\n")
+    events = EventCommands(heard.on("end", facts=("OUTPUT", "RUN")), Path("llama"), say=pytest.fail)
+    events.fire("end", {"step": 1})
+    events.fire("end", {"step": 2})
+    assert heard.lines(2) == [f"{output} llama"] * 2
+    first, *headers = (output / "events.log").read_text().splitlines()
+    assert first == "of an earlier session"
+    assert [f" end at step {step}: " in header for step, header in enumerate(headers, 1)] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ZERO3D_LAUNCHED"])
@@ -121,16 +134,30 @@ def test_a_command_that_cannot_be_started_is_one_line(output, monkeypatch, fault
     assert not (output / "elsewhere").exists()
 
 
+def test_a_session_begins_where_no_file_is_left_to_open(output, monkeypatch):
+    def refused():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", refused)
+    said = []
+    EventCommands({"end": "true"}, output, say=said.append).begin("failed")
+    assert said == [
+        "warning: the command of log.on.end is not started, and the run goes on: [Errno 24] Too many open files"
+    ]
+
+
 @pytest.mark.parametrize("ends", ["killed", "told"])
 def test_a_rank_that_is_killed_has_an_end_too_and_one_that_has_told_of_it_no_other(heard, output, ends):
     (output / "metrics.jsonl").write_text(
         '{"step": 6, "loss": 3.0}\n{"step": 7, "validation_loss": 9.0, "loss": 2.5, "grad_norm": null}\n'
     )
     facts = ("EVENT", "HOW", "STEP", "LOSS", "GRAD_NORM", "RUN", "WHY")
-    events = EventCommands(heard.on("end", facts=facts), output, say=pytest.fail)
+    commands = {"straggler": "true"} | heard.on("end", facts=facts)
+    events = EventCommands(commands, output, say=pytest.fail)
     if (child := os.fork()) == 0:
         try:
             events.begin("failed")
+            events.fire("straggler", {"step": 3})  # which is no end
             if ends == "told":
                 events.fire("end", facts_of(8, {"loss": 2.0}) | {"how": "finished", "why": ""})
         finally:
@@ -138,7 +165,7 @@ def test_a_rank_that_is_killed_has_an_end_too_and_one_that_has_told_of_it_no_oth
     os.waitpid(child, 0)
     wanted = f"end failed 7 2.5 null llama {GONE}" if ends == "killed" else "end finished 8 2.0 nan llama "
     assert heard.lines(1) == [wanted]
-    (header,) = (output / "events.log").read_text().splitlines()
+    _, header = (output / "events.log").read_text().splitlines()
     assert f" end at step {7 if ends == 'killed' else 8}: echo " in header
 
 

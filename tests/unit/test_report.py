@@ -98,6 +98,7 @@ def moved(op, formula, measured):
 
 def test_last_lines_begin_with_the_results_and_say_in_a_line_each_whether_the_tables_are_equal(monkeypatch):
     result = result_of(2)
+    result.steps[0]["tokens_per_s"] = 1.0  # of the first step, which allocates
     result.slowest = "slowest rank 1 (b): +8 % over the median in 40 of 50 steps: data"
     result.traffic = [moved("all_gather", 3_000_000, 3_000_000), moved("exchange", 1_000_000, 1_000_000)]
     begun = [line.split(":")[0].rstrip() for line in shown(result, monkeypatch).splitlines() if line.strip()]
@@ -119,6 +120,15 @@ def test_last_lines_begin_with_the_results_and_say_in_a_line_each_whether_the_ta
     full = shown(result, monkeypatch)
     assert f"{LARGE:,}" in full
     assert "to the byte" not in full
+
+
+def test_the_last_loss_is_no_average_and_a_prompt_of_one_s_own_is_named(monkeypatch):
+    result = result_of(2, before=38)
+    result.history[-1]["loss"], result.sample = 9.0, "once more"
+    result.config = load(None, ["evaluate.prompt=once"])
+    text = shown(result, monkeypatch)
+    assert "loss: 9.000000 in the last step, 1.0000 on the average of the last ones" in text
+    assert "a sample that starts with 'once':\n    once more" in text
 
 
 def row(consumer, measured, formula=None, agrees=True, place="device"):
@@ -146,3 +156,7 @@ def test_padding_is_explained_where_it_is_more_than_a_tenth_of_the_states(paddin
     lines = list(memory_verdict(rows, 9))
     assert [line for line in lines if "shards" in line] == lines[1:]
     assert len(lines) == 1 + explained
+
+
+def test_padding_of_a_device_that_holds_no_states_is_no_share_of_them():
+    assert len(list(memory_verdict([row("padding", 300), row("parameters", 1000, place="host")], 9))) == 1

@@ -15,7 +15,10 @@ from zero3d.tools.cli.main import main
 from zero3d.tools.cli.report_page import report_page
 from zero3d.tools.cli.run_folder import read_run
 from zero3d.tools.page.curves import STRETCHES, Curve, curves, thinned
+from zero3d.tools.page.markup import tag
 from zero3d.tools.page.paint import MARKS, attributes
+from zero3d.tools.page.svg import Scale, x_axis
+from zero3d.train.curve import smooth
 from zero3d.train.folder import Folder
 from zero3d.train.stragglers import Slow
 from zero3d.train.tables import MemoryRow
@@ -125,6 +128,20 @@ def test_the_curves_have_the_marks_of_what_happened_and_a_legend_that_names_them
     assert len(begins) == 2  # of all steps, and of those that have a norm: the axes are one above the other
 
 
+def test_key_figures_and_words_of_drawings_are_of_the_end_and_a_resume_before_the_first_step_is_inside(tmp_path):
+    found = resume(records(40), 16)[16:]
+    found[5]["peak_memory_bytes"] = 600 * MIB
+    root = page(tmp_path, found)
+    shown, losses = tiles(root), [record["loss"] for record in found]
+    assert shown["Loss"].startswith(f"{smooth(losses)[-1]:.4f} average at the end; last step {losses[-1]:.4f}")
+    assert shown["Peak memory"].startswith("629.1 MB")
+    loss = drawing(root, "loss")
+    assert f": {losses[0]:.4g} at step 17, {losses[-1]:.4g} at step 40" in loss.find("desc").text
+    assert "resumed" in {each.get("class") for each in loss.iter("path")}
+    axis = tree(tag("svg", *x_axis(Scale(0.5, 3.5, 0, 100), 0, 10, "step", whole=True)))
+    assert [each.text for each in axis.iter("text")] == ["1", "2", "3", "step"]
+
+
 def test_memory_is_drawn_over_the_run_and_by_consumer_in_the_palette_s_colours(tmp_path):
     found = records(60)
     for record in found:
@@ -178,6 +195,7 @@ SLOW = Slow(1, 0.08, 40, 50, {"compute": 0.01, "data": 0.12, "save": 0.0, "host"
 
 def test_a_slow_rank_is_named_with_its_host_and_the_part_that_takes_longest(tmp_path):
     found = records(50)
+    found[20] |= SLOW._replace(rank=0).fields()
     found[40] |= SLOW.fields()
     card = cards(page(tmp_path, found))["A slow rank"]
     assert "At step 41: slowest rank 1 (node2): +8 % over the median in 40 of 50 steps: data." in words(card)

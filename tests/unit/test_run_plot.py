@@ -42,6 +42,7 @@ def test_four_panels_over_one_axis_of_steps_have_the_records_values():
     held = [(record["step"], record["validation_loss"]) for record in found if "validation_loss" in record]
     assert line(axes[LOSS], "held out") == ([step for step, _ in held], [value for _, value in held])
     assert len(held) == 10
+    assert f"held out, at the end {held[-1][1]:.3f}" in [each.get_label() for each in axes[LOSS].lines]
     assert len({axes.get_xlim() for axes in axes.values()}) == 1
     assert "average" not in [each.get_label() for each in axes[RATE].lines]
 
@@ -90,9 +91,23 @@ def test_a_loss_far_above_all_others_is_said_and_does_not_flatten_them():
     assert not panels(records(2000))[LOSS].get_title(loc="right")
 
 
+def test_a_single_value_is_a_dot_and_held_out_losses_and_resumes_are_inside_the_panel():
+    assert panels([{"step": 1, "loss": 2.0}])[LOSS].lines[0].get_marker() == "o"
+    found = resume(records(40), 16)[16:]
+    found[3]["validation_loss"] = 12.0
+    axes = panels(found)[LOSS]
+    assert axes.get_ylim()[1] > 12
+    assert axes.get_xlim()[0] <= 16
+
+
 def test_a_picture_is_written(tmp_path):
     draw_run(Series.of(records(3)), "a run", tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_s_name_is_no_formula(tmp_path):
+    draw_run(Series.of(records(3)), "runs/$a_b_c$: stage 2", tmp_path / "run.png")
+    assert (tmp_path / "run.png").exists()
 
 
 def test_of_values_that_no_run_writes_none_is_drawn():

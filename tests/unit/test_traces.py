@@ -45,6 +45,14 @@ def test_arrows_of_one_rank_do_not_end_at_another(tmp_path):
     assert ids[2] == ids[5] == 3  # no arrow
 
 
+def test_processes_are_in_the_order_of_ranks_whatever_the_profiler_s_own_order(tmp_path):
+    for rank, order in enumerate((9, 1)):
+        sorted_ = {"ph": "M", "name": "process_sort_index", "pid": 5, "tid": 0, "args": {"sort_index": order}}
+        of_rank(tmp_path, rank).write_text(trace(0, sorted_))
+    first, second = (event["args"]["sort_index"] for event in merged(tmp_path))
+    assert first < second
+
+
 def test_ranks_whose_files_are_on_other_hosts_are_left_out_and_none_is_no_trace(tmp_path):
     assert merge(tmp_path, "abc") is None
     of_rank(tmp_path, 2).write_text(trace(9, work(1, 1.0)))

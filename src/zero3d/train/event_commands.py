@@ -78,7 +78,11 @@ class EventCommands:
         """Begin a session, whose end is told of even if this process is killed; `how` is then how it has ended."""
         if (command := self._commands.get(END)) is None:
             return
-        ends = os.pipe()
+        try:
+            ends = os.pipe()
+        except OSError as error:  # no file is left to open
+            self._warn(END, str(error))
+            return
         try:
             shell = ["/bin/sh", "-c", OUTLIVES, "sh", command]
             told = self._told(END, {"how": how, "why": GONE})

@@ -280,6 +280,7 @@ class Folder:
             *(self.root / name for name in WRITTEN),
             *self.root.glob("watchdog-*.*"),
             *self.root.glob("trace-rank-*.json"),
+            *self.root.glob("metrics.prom.[0-9]*.[0-9]*"),  # of a writer that was killed
         ):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

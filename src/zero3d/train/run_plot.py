@@ -65,7 +65,7 @@ def figure(series: Series, title: str) -> Any:
         _held_out(columns[0], series.held_out)
     if any(map(math.isfinite, series.loss)):
         columns[0].legend(frameon=False, fontsize=SMALL, loc="upper right")
-    columns[0].set_title(title, fontsize=11, pad=12)
+    columns[0].set_title(title, fontsize=11, pad=12, parse_math=False)  # a folder may be called $x$
     for axes, panel in zip(columns, shown, strict=True):
         also = [value for _, value in series.held_out] if axes is columns[0] else []
         _set_range(axes, panel, also)

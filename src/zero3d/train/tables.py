@@ -165,7 +165,7 @@ def memory_verdict(rows: Sequence[MemoryRow], peak_held: int) -> Iterator[str]:
     )
     sizes = {row.consumer: row.measured for row in rows if row.place == DEVICE}
     states, padding = sum(sizes.get(name, 0) for name in STATES), sizes.get("padding", 0)
-    if padding > MUCH_PADDING * states:
+    if states and padding > MUCH_PADDING * states:
         yield (
             f"  padding is {size(padding)} beside {size(states)} of states: storages are whole blocks of 256 elements "
             "for each parameter, and equally long shards of each unit for all ranks; small parameters and many ranks "
