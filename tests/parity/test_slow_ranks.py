@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from heard import Heard
 from training import save_model, save_rows, start, tree
 
 from zero3d.train.stragglers import KINDS, Slow
@@ -125,8 +126,12 @@ def check(tree, kind, lines, host=None):
     "kind", ["data", "save", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("compute", "host"))]
 )
 def test_a_rank_that_is_slow_in_a_part_is_named_with_it(ranks, tmp_path, kind):
-    tree = made(tmp_path)
+    heard = Heard(tmp_path)
+    facts = ("EVENT", "SLOWEST_RANK", "SLOWEST_PART", "SLOWEST_HOST")
+    tree = made(tmp_path, log={"on": heard.on("straggler", facts=facts)})
     found = check(tree, kind, ranks(2, said, tree, kind))
+    assert heard.lines(1) == [f"straggler {SLOW} {kind} {socket.gethostname()}"]
+    heard.close()
     per_step = {"save": 1 / 3, "compute": 2.0}.get(kind, 1.0)  # saves are of every third step; two micro-batches
     assert found.seconds[kind] == pytest.approx(per_step, rel=0.2)
     if kind != "save":

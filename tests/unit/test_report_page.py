@@ -337,7 +337,7 @@ def test_the_page_is_written_into_the_folder_or_where_it_is_asked_for(tmp_path, 
 
 def test_a_run_that_begins_anew_clears_its_pictures_and_pages_and_those_of_earlier_versions(tmp_path):
     left(tmp_path)
-    for name in ("report.html", "run.png", "loss.png", "mine.txt"):
+    for name in ("report.html", "run.png", "loss.png", "trace.json", "trace-rank-3.json", "mine.txt"):
         (tmp_path / name).touch()
     Folder(tmp_path).clear()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
