@@ -21,12 +21,16 @@ def heard(tmp_path):
 def made(tmp_path, heard):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
-    log = {"on": heard.on("end", facts=("HOW", "STEP", "WHY"))}
+    log = {"on": heard.on("end", facts=("HOW", "STEP", "LOSS", "WHY"))}
     return tree(tmp_path, checkpoint={"every": 2, "export": False}, log=log)
 
 
 def report_of(made):
     return json.loads((Path(made["output"]) / "report.json").read_text())
+
+
+def loss_of(made, step):
+    return json.loads((Path(made["output"]) / "metrics.jsonl").read_text().splitlines()[step - 1])["loss"]
 
 
 def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, heard, monkeypatch):
@@ -51,19 +55,19 @@ def test_a_run_that_fails_says_why_and_what_it_had_at_its_last_checkpoint(made, 
     assert {name: left[name] for name in left if name != "ended"} == {
         name: saved[name] for name in saved if name != "ended"
     }
-    assert heard.lines(1) == ["failed 3 RuntimeError: gone"]
+    assert heard.lines(1) == [f"failed 3 {loss_of(made, 3)} RuntimeError: gone"]
 
 
 def test_a_run_that_is_stopped_says_where_and_one_that_goes_on_is_a_session_of_its_own(made, heard):
     said = train(made, stop_in=3)
     left = report_of(made)
     assert (left["step"], left["ended"]["how"], left["ended"]["why"]) == (3, "stopped", said)
-    assert heard.lines(1) == [f"stopped 3 {said}"]
+    assert heard.lines(1) == [f"stopped 3 {loss_of(made, 3)} {said}"]
     records = train(made, resume="auto")
     assert {record["step"]: record["resumed_from"] for record in records if "resumed_from" in record} == {4: 3}
     left = report_of(made)
     assert (left["step"], left["session_steps"], left["ended"]["how"]) == (5, 2, "finished")
-    assert heard.lines(1) == ["finished 5 "]
+    assert heard.lines(1) == [f"finished 5 {loss_of(made, 5)} "]
 
 
 @pytest.mark.long

@@ -149,10 +149,20 @@ def test_a_run_that_was_stopped_is_read_at_its_newest_checkpoint_and_the_best_ha
     assert json.loads(typed(capsys, copied / "checkpoints" / "best", TEXT, "--json")[0])["step"] == 1
 
 
-def test_a_newest_checkpoint_without_its_manifest_is_an_error_and_not_waited_for(copied, capsys):
+def test_a_newest_checkpoint_without_its_manifest_is_an_error_and_not_waited_for(copied, capsys, monkeypatch):
     (copied / "report.json").unlink()
     (copied / "checkpoints" / "step-2" / "manifest.json").unlink()
+    tried, read = [], generate_source._of_checkpoint
+
+    def counted(step, *given):
+        tried.append(step.name)
+        if len(tried) > 2:
+            pytest.fail("it is tried again and again")
+        return read(step, *given)
+
+    monkeypatch.setattr(generate_source, "_of_checkpoint", counted)
     assert "step-2" in refused(capsys, copied, TEXT)
+    assert tried == ["step-2", "step-2"]
 
 
 def test_several_texts_and_one_of_stdin_are_continued_each_by_itself(run, capsys, monkeypatch):
