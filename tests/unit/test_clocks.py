@@ -277,12 +277,14 @@ def test_on_a_device_own_seconds_are_without_the_parts_in_which_its_stream_meets
     step(clocks, device)
     with clocks.of(DATA):
         device.now += 1.0
+    with clocks.of(BUBBLE):
+        device.now += 0.75
     with clocks.of(SAVES):
         device.now += 64.0
     clocks.end_step()
     first, second = clocks.own
     assert first == OwnStep(1, compute=1.0 + 2.0, data=0.0, host=0.0, waits=0.25)
-    assert second == OwnStep(2, compute=0.0, data=1.0, host=0.125, waits=0.0)
+    assert second == OwnStep(2, compute=0.0, data=1.0, host=0.125, waits=0.75)
 
 
 # --- in records, and at a run's end ---------------------------------------------------------------

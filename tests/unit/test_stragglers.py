@@ -213,6 +213,37 @@ def test_saves_that_scatter_are_no_alarm():
     assert alarms <= 2
 
 
+def test_noise_that_is_usual_among_ranks_is_no_slowness_of_one_that_has_none():
+    def step(number):
+        return [1.1 if (rank + number) % 2 else 0.9 for rank in range(8)] + [1.04]
+
+    totals = [*zip(*map(step, range(EVERY)), strict=True)]
+    assert found([windows(totals)] * 5, [0] * 9) == []
+
+
+def test_one_late_save_of_another_rank_hides_none_that_is_late_in_all():
+    steps = [[1.0] * EVERY] * 4
+    told = found([windows(steps, [0.1, 0.1, 0.1, 0.6])] * 6 + [windows(steps, [0.1, 0.1, 2.0, 0.6])], [0] * 4)
+    assert [(number, slow.rank) for number, slow in told] == [(6, 3), (7, 3)]
+
+
+def test_of_two_slow_ranks_the_one_that_takes_more_is_told_of():
+    steps = [[1.0] * EVERY, [1.2] * EVERY, [1.0] * EVERY, [1.0] * EVERY]
+    told = found([windows(steps, [0.1, 0.1, 0.6, 0.1])] * 7, [0] * 4)
+    assert {slow.rank for _, slow in told} == {1}
+
+
+def test_the_part_is_that_of_the_last_steps():
+    def message(**late):
+        own = {"compute": 1.0, "data": 0.0, "save": 0.0, "host": 0.0}
+        each = own, {kind: value + late.get(kind, 0.0) for kind, value in own.items()}
+        return [Window([sum(rank.values())] * EVERY, rank, EVERY, 0.0, math.nan) for rank in each]
+
+    told = found([message(data=0.2)] * 6 + [message(compute=0.2)] * (KEPT // EVERY), [0, 0])
+    assert (told[0][1].part, told[-1][1].part) == ("data", "compute")
+    assert told[-1][1].seconds["data"] == 0.0
+
+
 def test_the_part_is_the_one_that_takes_most_over_the_peers():
     own = [
         {"compute": 1.0, "data": 0.2, "save": 0.0, "host": 0.1},
