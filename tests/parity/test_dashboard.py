@@ -19,6 +19,7 @@ SELDOM = {  # fields that a record has at times
     "parts that take any time": tuple(f"{part}_s" for part in PARTS),
     "while a rank is slower than its peers": (*FIELDS, *(f"slowest_{kind}_s" for kind in KINDS)),
 }
+OF_PROMETHEUS = {"up"}  # which it makes of each target itself
 FUNCTIONS = {"time", "rate", "increase"}
 WORDS = re.compile(r"[a-zA-Z_]\w*(?:\[\w+\])?")
 
@@ -52,7 +53,7 @@ def words(expression):
 
 def test_every_metric_that_is_shown_or_alerted_on_is_one_of_a_run(metrics):
     shown, _ = of_dashboard()
-    known = metrics | {metric_of(field).name for fields in SELDOM.values() for field in fields}
+    known = metrics | OF_PROMETHEUS | {metric_of(field).name for fields in SELDOM.values() for field in fields}
     expressions = [*shown, *of_docs()]
     assert len(expressions) > len(shown) > 30
     for expression in expressions:
@@ -60,6 +61,20 @@ def test_every_metric_that_is_shown_or_alerted_on_is_one_of_a_run(metrics):
         assert named, expression
         assert {*named} <= known, expression
         assert expression.count("(") == expression.count(")")
+
+
+def test_runs_are_missed_in_a_file_that_stays_and_at_a_port_that_goes():
+    """Prometheus drops the values of a port that no longer answers, so that no rule on them can tell."""
+    silent, gone, *_ = of_docs()
+    assert {*words(silent)} == {"time", "zero3d_last_record_timestamp_seconds", "and", "zero3d_running"}
+    assert {*words(gone)} == OF_PROMETHEUS
+
+
+def test_a_share_is_drawn_in_percent_and_by_itself():
+    for panel in of_dashboard()[1]["panels"]:
+        shares = [re.search(r"zero3d_(mfu|slowest_over)\{", target["expr"]) is not None for target in panel["targets"]]
+        assert all(shares) == any(shares), panel["title"]
+        assert all(shares) == (panel["fieldConfig"]["defaults"]["unit"] == "percentunit"), panel["title"]
 
 
 def test_rates_are_of_counters_and_counters_are_shown_as_rates_alone():

@@ -109,6 +109,22 @@ def test_a_slow_rank_is_there_until_times_are_told_without_one():
     assert seen == [told | {"zero3d_usual_loss"}, told, set()]
 
 
+def test_a_part_of_a_step_is_there_until_times_are_told_without_it():
+    latest, seen = Latest("run"), []
+    saved = {"forward_s": 1.0, "saves_s": 0.5, "saves_s_least": 0.25, "saves_s_largest": 0.75, "save_seconds": 0.5}
+    for step, scalars in enumerate([saved, {"loss": 1.0}, {"forward_s": 2.0}], 1):
+        latest.take(step, scalars)
+        seen.append({name: value for name, value in values(latest).items() if "save" in name or "forward" in name})
+    first = {
+        "zero3d_forward_seconds": 1.0,
+        "zero3d_saves_seconds": 0.5,
+        "zero3d_saves_least_seconds": 0.25,
+        "zero3d_saves_largest_seconds": 0.75,
+        "zero3d_save_seconds": 0.5,
+    }
+    assert seen == [first, first, {"zero3d_forward_seconds": 2.0, "zero3d_save_seconds": 0.5}]
+
+
 # --- Prometheus -------------------------------------------------------------------------------------
 
 

@@ -172,7 +172,20 @@ def test_several_texts_and_one_of_stdin_are_continued_each_by_itself(run, capsys
     found = json.loads(out)
     assert [each["text"] for each in found["texts"]] == ["some", "and more words"]
     assert [each["continuation"] + "\n" for each in found["texts"]] == alone
-    assert found["step"] is None
+    out, _ = typed(capsys, run, "some", "and more words")
+    assert out == f"==> some <==\n{alone[0]}\n==> and more words <==\n{alone[1]}"
+
+
+def test_an_exports_step_is_the_last_one_of_its_run_where_that_is_known(copied, place, capsys):
+    def step_of(folder):
+        return json.loads(typed(capsys, folder, TEXT, "--json")[0])["step"]
+
+    assert [step_of(copied), step_of(copied / "hf"), step_of(place / "model")] == [2, 2, None]
+    assert step_of(copied / "checkpoints" / "step-1") == 1
+    shutil.rmtree(copied / "checkpoints")
+    report = json.loads((copied / "report.json").read_text())
+    (copied / "report.json").write_text(json.dumps(report | {"ended": None}))
+    assert step_of(copied) is None, "of an earlier session"
 
 
 def test_tokens_are_drawn_by_the_seed(run, capsys):
@@ -186,8 +199,10 @@ def test_tokens_are_drawn_by_the_seed(run, capsys):
 
 
 def test_a_text_ends_where_the_models_positions_do(run, capsys):
-    out, _ = typed(capsys, run, "x" * 60, "--json", tokens=10)
+    out, err = typed(capsys, run, "x" * 60, "--json", tokens=1000)
     assert json.loads(out)["texts"][0]["tokens"] == 4
+    assert err.splitlines()[1:] == ["at most 4 tokens, not 1,000: the text has 60 and the model 64 positions"]
+    assert len(typed(capsys, run, "x" * 60, tokens=4)[1].splitlines()) == 1
     said = refused(capsys, run, "x" * 70)
     assert said.startswith("ConfigError: the text has 70 tokens and the model 64 positions")
     assert "shorten it by 7 tokens" in said
@@ -239,7 +254,11 @@ def test_text_is_handed_on_as_whole_characters():
     (["model", "a", "--temperature", "1", "--top-p", "1.5"], "--top-p 1.5: type a number above 0"),
     (["model", "a", "--device", "nothing"], "--device nothing"),
     (["bare", "a"], "bare has no tokenizer"),
-    (["weightless", "a"], "weightless has no weights"),
+    (["weightless", "a"], "weightless has no weights (it has none): save it with save_pretrained."),
+    (["torn", "a"], "torn cannot be loaded: a file of its weights is damaged ("),
+    (["odd", "a"], "odd/config.json is not a config that transformers knows: it "),
+    (["model", "a", "--tokenizer", "/nowhere"], "--tokenizer /nowhere: no folder of that name, and nothing is downloaded: type a"),
+    (["model", "a", "--tokenizer", "empty"], "): type a folder with tokenizer.json, or bytes where tokens are bytes."),
     (["new", "a"], "new has no export and no checkpoint yet, and the run has ended"),
     (["lost/step-3", "a"], "lost/step-3 lies in no run's folder"),
     (["adapter", "a"], "needs the model that its training began with, /gone, which is not there: type --base FOLDER"),
@@ -251,6 +270,10 @@ def test_what_cannot_be_is_one_line_with_what_to_type(place, monkeypatch, capsys
     save_model("bare")
     (place / "new" / "config.yaml").write_text("output: new\n")
     (place / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone"}')
+    for name in ("torn", "odd"):
+        shutil.copytree("model", name, dirs_exist_ok=True)
+    os.truncate("torn/model.safetensors", 1000)
+    (place / "odd" / "config.json").write_text('{"model_type": ')
     shutil.copytree("bare", "weightless", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     assert said in refused(capsys, *words)
 

@@ -96,6 +96,22 @@ def test_the_page_of_a_finished_run_has_all_of_it(tmp_path):
     assert not [*root.iter("code")]  # nothing to go on with
 
 
+def test_key_figures_have_units_with_digits_and_room_to_stay_on_a_line(tmp_path):
+    found = [record | {"tflops_per_rank": 0.00364} for record in records(12)]
+    root = page(tmp_path, found, FULL | {"steps": 123_456})
+    shown = tiles(root)
+    assert shown["Model FLOP/s"] == "3.64 GFLOP/s a rank; the device's peak is not known"
+    assert shown["Peak memory"].endswith("MB of rank 0's process")
+    assert words(cards(root)["Memory over the run"].find("ul")) == "of the process"
+    (long,) = (each for each in root.iter("div") if each.get("class") == "long")
+    assert words(long) == "Step 12 of 123,456 none skipped"
+    for record in found:
+        record |= {"tflops_per_rank": 123.45, "reserved_bytes": 700 * MIB}
+    shown = tiles(page(tmp_path, found))
+    assert shown["Model FLOP/s"].startswith("123.5 TFLOP/s a rank")
+    assert shown["Peak memory"].endswith("MB rank 0")
+
+
 def test_the_curves_have_the_marks_of_what_happened_and_a_legend_that_names_them(tmp_path):
     root = page(tmp_path, slow(resume(skip(records(60), 1, 2, 31), 30), 40, 45))
     for name in ("loss", "rate", "norm", "speed"):

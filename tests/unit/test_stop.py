@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zero3d.tools.cli.workers import Worker, conclude, supervise
+from zero3d.tools.cli.workers import Worker, conclude, killed_twice, supervise
 from zero3d.train.stop import SIGNALS, Stopped, StopRequest
 from zero3d.watchdog.monitor import Monitor
 
@@ -110,6 +110,13 @@ def test_how_workers_end_becomes_one_exit_code_and_one_message(
     failed = [worker for worker in workers if worker.failed]
     assert conclude(workers, failed, stop_signal, ["train", "a.yaml"]) == code
     assert capsys.readouterr().err == expected
+
+
+def test_work_that_saves_nothing_is_stopped_without_a_word_of_saving(tmp_path, capsys):
+    workers = [Worker(rank, Ended(-15), tmp_path / str(rank)) for rank in range(2)]
+    assert conclude(workers, workers, 15, ["request.json"], saves=False) == 143
+    assert killed_twice(saves=False) == 130
+    assert capsys.readouterr().err == "stopped by SIGTERM\nkilled by a second Ctrl-C\n"
 
 
 class Saving:

@@ -100,15 +100,14 @@ def check_heads(key: str, heads: int, tp: int) -> None:
         )
 
 
-def check_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors. Raises ConfigError."""
+def check_weights(folder: Path, or_new: bool = True) -> None:
+    """Refuse a folder without safetensors. or_new: whether the model could begin with new ones. Raises ConfigError."""
     if (folder / INDEX).is_file() or (folder / ONE_FILE).is_file():
         return
     files = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHTS)
     has = f"it has {', '.join(files[:FILES])}, and only {ONE_FILE} or its index is read" if files else "it has none"
-    raise ConfigError(
-        f"{folder} has no weights ({has}): save it with save_pretrained, or start from new ones with model.init=random."
-    )
+    new = ", or start from new ones with model.init=random" * or_new
+    raise ConfigError(f"{folder} has no weights ({has}): save it with save_pretrained{new}.")
 
 
 def no_model(path: str) -> ConfigError:

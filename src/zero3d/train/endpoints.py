@@ -34,6 +34,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
+from zero3d.zero.step_parts import PARTS
+
 Say = Callable[[str], Any]  # prints one line
 PREFIX = "zero3d_"
 EVERY, CLOSING = 5.0, 5.0
@@ -43,6 +45,7 @@ NONE = dict.fromkeys(
     ("loss", "grad_norm", USUAL), math.nan
 )  # of a record without one; the first two are not finite then
 SLOWEST, TIMES = "slowest_", "forward_s"  # told where times of parts are told, while there is a slow rank
+OF_PARTS = frozenset(f"{part}_s{end}" for part in PARTS for end in ("", "_least", "_largest"))
 SESSION, LAST, RUNNING = "session_", "last_record_timestamp_seconds", "running"
 UNITS = {"_seconds": "s", "_bytes": "By"}  # as OpenTelemetry spells them
 
@@ -76,6 +79,11 @@ def metric_of(field: str) -> Metric:
     return Metric(f"{PREFIX}{re.sub('[^a-zA-Z0-9_]', '_', stem)}", part)
 
 
+def told_with_times(field: str) -> bool:
+    """Return whether a record with times that lacks this field says that there is none: no slow rank, no such part."""
+    return field.startswith(SLOWEST) or field in OF_PARTS
+
+
 class Latest:
     """Keeps the last value of every field, and counts what a session does. Other threads read it at any time.
 
@@ -91,7 +99,7 @@ class Latest:
         """Take a record. What it has not keeps its value, such as the held-out loss between evaluations."""
         before = self.fields
         if TIMES in scalars:
-            before = {name: value for name, value in before.items() if not name.startswith(SLOWEST)}
+            before = {name: value for name, value in before.items() if not told_with_times(name)}
         tokens = round(scalars.get("tokens_per_s", 0.0) * scalars.get("seconds", 0.0))
         counted = {"steps": 1, "tokens": tokens, "skipped_steps": not scalars.get("applied", 1)}
         totals = {f"{SESSION}{name}_total": many for name, many in counted.items()}

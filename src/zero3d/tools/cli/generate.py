@@ -161,4 +161,4 @@ def _on_ranks(arguments: argparse.Namespace, texts: Sequence[str], source: Sourc
     with TemporaryDirectory(prefix="zero3d-generate-") as place:
         file = Path(place) / "request.json"
         file.write_text(json.dumps(request))
-        return launch([str(file)], arguments.ranks, module=RANKS)
+        return launch([str(file)], arguments.ranks, module=RANKS, saves=False)

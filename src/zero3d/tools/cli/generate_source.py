@@ -54,7 +54,7 @@ class Source(NamedTuple):
     precision  in which the adapter was trained, as `precision`; None where that is not known
     tokenizer  "bytes" where the run's data were bytes; None: the folder has one
     said       what it is, in a line
-    step       of the checkpoint; None of an export
+    step       of the checkpoint, or the last one of the run that has exported it; None where that is not known
     """
 
     folder: Path
@@ -152,11 +152,22 @@ def _has_base(config: Config) -> bool:
 
 def _is_over(folder: Folder) -> bool:
     """Return whether the last session came to its end, so that the export is of the last step."""
-    try:
-        ended = parse_object(read_text(folder.report)).get("ended")
-    except (OSError, Unreadable):
-        return False
+    ended = _report(folder).get("ended")
     return isinstance(ended, Mapping) and ended.get("how") in OVER
+
+
+def _last_step(folder: Folder) -> int | None:
+    """Return the last step of a run that came to its end; None of any other, whose export may be an earlier one's."""
+    step = _report(folder).get("step")
+    return step if isinstance(step, int) and _is_over(folder) else None
+
+
+def _report(folder: Folder) -> Mapping[str, Any]:
+    """Return what report.json says; nothing where it cannot be read."""
+    try:
+        return parse_object(read_text(folder.report))
+    except (OSError, Unreadable):
+        return {}
 
 
 def _is_exported(path: Path) -> bool:
@@ -248,9 +259,10 @@ def _of_folder(path: Path, wanted: Wanted) -> Source:
     config = _config_around(path)
     bytes_ = config is not None and config.data.tokenizer == BYTES
     tokenizer = BYTES if bytes_ else None
+    step = None if config is None else _last_step(Folder(path.resolve().parent))
     if not _is_adapter(path):
-        check_weights(path)
-        return Source(path, str(path), tokenizer=tokenizer)
+        check_weights(path, or_new=False)
+        return Source(path, str(path), tokenizer=tokenizer, step=step)
     if wanted.merged:
         raise ConfigError(
             f"{short(path)} is an adapter, and ranks cut a model that has its adapters merged in: give a checkpoint of "
@@ -262,7 +274,7 @@ def _of_folder(path: Path, wanted: Wanted) -> Source:
     part = WHOLE if config is None else config.model.part
     precision = None if config is None else config.precision
     folder = Path(os.path.expanduser(base))
-    return Source(path, f"{path} on {folder}", folder, part, precision, tokenizer)
+    return Source(path, f"{path} on {folder}", folder, part, precision, tokenizer, step)
 
 
 def _config_around(path: Path) -> Config | None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -25,9 +27,10 @@ from zero3d.checkpoint.forms import ADAPTER, WHOLE
 from zero3d.data.chat import ChatTemplate
 from zero3d.data.image_files import decode, require_pillow, size_of
 from zero3d.data.images import FILES, Vision
-from zero3d.data.tokenizers import HfTokenizer, Tokenizer, load_tokenizer
+from zero3d.data.tokenizers import BYTES, HfTokenizer, Tokenizer, load_tokenizer
 from zero3d.errors import ConfigError, OutOfBudget, short
 from zero3d.models.bases import config_number, sees_images
+from zero3d.models.open import read_config
 from zero3d.models.packing import inner_model
 from zero3d.precision import Precision
 from zero3d.tools.cli.generate_source import Source
@@ -36,6 +39,8 @@ from zero3d.train.exported_folder import load_export
 
 POSITIONS = "max_position_embeddings"
 BEFORE = 8  # tokens of a prompt that are read with those after it
+OF_A_RUN = ": set data.tokenizer."  # ends an error of a tokenizer, and is no help here
+TYPE_ONE = "type a folder with tokenizer.json, or bytes where tokens are bytes."
 CUT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character decode to
 
 
@@ -76,20 +81,32 @@ class Generate(Protocol):
 
 
 def tokenizer_of(source: Source, typed: str | None) -> Tokenizer:
-    """Load the tokenizer that was typed, or that of the folder. Raises ConfigError."""
+    """Load the tokenizer that was typed, or that of the folder. Raises ConfigError, also for an unreadable config."""
+    read_config(source.base or source.folder)  # which a tokenizer of the folder needs, too, and would be blamed for
+    if typed is not None:
+        return _typed_tokenizer(typed)
+    if source.tokenizer is not None:
+        return load_tokenizer(source.tokenizer)
     folders = [source.folder, *([] if source.base is None else [source.base])]
-    name = typed or source.tokenizer
-    if name is not None:
-        return load_tokenizer(name)
     for folder in folders:
         try:
             return load_tokenizer(None, str(folder))
         except ConfigError as error:
-            reason = str(error).removesuffix(": set data.tokenizer.")
+            reason = str(error).removesuffix(OF_A_RUN)
     raise ConfigError(
         f"{source.said} has no tokenizer ({reason}): type --tokenizer FOLDER, or --tokenizer bytes where tokens are "
         "bytes."
     )
+
+
+def _typed_tokenizer(name: str) -> Tokenizer:
+    """Load what --tokenizer names. Raises ConfigError, which speaks of that."""
+    if name != BYTES and not os.path.isdir(os.path.expanduser(name)):
+        raise ConfigError(f"--tokenizer {short(name)}: no folder of that name, and nothing is downloaded: {TYPE_ONE}")
+    try:
+        return load_tokenizer(name)
+    except ConfigError as error:
+        raise ConfigError(f"--tokenizer: {str(error).replace(OF_A_RUN, f': {TYPE_ONE}')}") from error
 
 
 def load_model(source: Source, dtype: torch.dtype | None, device: torch.device) -> Any:
@@ -102,6 +119,11 @@ def load_model(source: Source, dtype: torch.dtype | None, device: torch.device) 
         return (model if dtype is None else model.to(dtype)).to(device).eval()
     except torch.OutOfMemoryError as error:
         raise no_room(device) from error
+    except SafetensorError as error:
+        raise ConfigError(
+            f"{source.said} cannot be loaded: a file of its weights is damaged ({_in_short(error)}): copy or export it "
+            "again."
+        ) from error
     except (OSError, ValueError, ImportError) as error:  # as transformers says what is odd in a folder
         raise ConfigError(f"{source.said} cannot be loaded: {type(error).__name__}: {_in_short(error)}") from error
 
@@ -304,15 +326,22 @@ def say(
     source: Source,
     first: bool = True,
 ) -> None:
-    """Print what comes after each text: token by token on a terminal, else when it is whole.
+    """Print what comes after each text: token by token on a terminal, else when it is whole. Notes are on stderr.
+
+    Of several texts each has a line with its beginning, as head(1) names files.
 
     typed  options of the command line by their names
     first  whether this process prints, of several ranks
     """
-    choices, made = Choices.of(typed), []
+    choices = Choices.of(typed)
+    made: list[dict[str, Any]] = []
     as_text = first and not typed["json"]
     live = as_text and sys.stdout.isatty()
     for text, prompt in zip(texts, prompts_of(texts, choices, model, tokenizer, source), strict=True):
+        if first:
+            _note_room(model, prompt.ids.shape[1], choices.tokens)
+        if as_text and len(texts) > 1:
+            print(f"{chr(10) * bool(made)}==> {short(text)} <==", flush=True)
         read = reader(prompt, tokenizer)
         ids = continued(generate, model, prompt, choices, Printer(read, _write) if live else None)
         made.append({"text": text, "continuation": read(ids), "tokens": len(ids)})
@@ -320,6 +349,14 @@ def say(
             print("" if live else made[-1]["continuation"], flush=True)
     if first and typed["json"]:
         print(json.dumps({"source": source.said, "step": source.step, "texts": made}), flush=True)
+
+
+def _note_room(model: nn.Module, length: int, tokens: int) -> None:
+    """Say on stderr where fewer tokens are made than were asked for."""
+    room = room_of(model, length, tokens)
+    if room < tokens:
+        why = f"the text has {length:,} and the model {length + room:,} positions"
+        print(f"at most {room:,} tokens, not {tokens:,}: {why}", file=sys.stderr, flush=True)
 
 
 def _write(text: str) -> None:

@@ -105,11 +105,11 @@ def _figures(left: Left) -> Iterator[tuple[str, str, str]]:
         yield "Tokens per second", f"{speed:,.0f}", f"{rate}median of the last {len(course.recent):,} steps"
     mfu, work = _usual(course.recent, "mfu"), _usual(course.recent, "tflops_per_rank")
     if mfu is not None:
-        yield "MFU", f"{100 * mfu:.1f} %", "" if work is None else f"{work:,.1f} TFLOP/s a rank"
+        yield "MFU", f"{100 * mfu:.1f} %", "" if work is None else f"{_rate(work)} a rank"
     elif work is not None:
-        yield "Useful work", f"{work:,.3g} TFLOP/s", "a rank; the device's peak is not known"
+        yield "Model FLOP/s", _rate(work), "a rank; the device's peak is not known"
     if course.peak:
-        yield "Peak memory", size(int(course.peak)), "rank 0"
+        yield "Peak memory", size(int(course.peak)), "rank 0" if _is_device_memory(left) else "of rank 0's process"
     yield "Time", _duration(course.seconds), f"{view.steps_in_words(len(course.losses))}"
     if isinstance(tokens := last.get("tokens"), int):
         yield "Tokens", count(tokens), "trained on so far"
@@ -124,6 +124,17 @@ def _usual(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
     return float(value) if is_number else None
+
+
+def _rate(tflops: float) -> str:
+    """Return operations per second, in a unit that has digits before the point."""
+    value, unit = (tflops, "TFLOP/s") if tflops >= 0.1 else (1000 * tflops, "GFLOP/s")
+    return f"{value:,.1f} {unit}" if value >= 10 else f"{value:.3g} {unit}"
+
+
+def _is_device_memory(left: Left) -> bool:
+    """Return whether records are of a device's memory, some of which its allocator reserves; else of the process."""
+    return any(map(math.isfinite, left.course.series.reserved))
 
 
 def _digits(value: float) -> str:
@@ -243,7 +254,7 @@ def _memory_course(left: Left) -> Iterator[Markup]:
     drawn = [
         Curve(class_, _points(series.steps, [value / scale for value in values])) for class_, values in known.items()
     ]
-    names = {"average": "used" if "raw" not in known else "allocated", "raw": "reserved"}
+    names = {"average": "allocated" if _is_device_memory(left) else "of the process", "raw": "reserved"}
     marks = {kind: steps for kind, steps in _marks(left).items() if kind == "resumed"}
     yield frame.card(
         title,

@@ -99,8 +99,10 @@ class Worker:
         return self.failed and self.code != -signal.SIGTERM and not (self.folder / ERROR_NAME).is_file()
 
 
-def launch(words: Sequence[str], ranks: int, *, module: str = MAIN) -> int:
+def launch(words: Sequence[str], ranks: int, *, module: str = MAIN, saves: bool = True) -> int:
     """Run `python -m module WORDS` on `ranks` workers of this machine and wait for them.
+
+    saves  whether the work saves anything, of which a stop then speaks
 
     Returns 0, a failure's exit code (1, or 2 for a Zero3dError), or 128 + the signal that stopped the run.
     """
@@ -109,10 +111,10 @@ def launch(words: Sequence[str], ranks: int, *, module: str = MAIN) -> int:
         try:
             workers, failed = run_workers(words, range(ranks), folder, request, module)
         except KeyboardInterrupt:
-            return killed_twice()
+            return killed_twice(saves)
         except Stopped as stop:
-            return stopped_before(stop.signal)
-        return conclude(workers, failed, request.signal, words, kills)
+            return stopped_before(stop.signal, saves)
+        return conclude(workers, failed, request.signal, words, kills, saves)
 
 
 def run_workers(
@@ -137,15 +139,15 @@ def run_workers(
         shutil.rmtree(watched, ignore_errors=True)
 
 
-def killed_twice() -> int:
+def killed_twice(saves: bool = True) -> int:
     """Say that a second Ctrl-C has killed the workers; return the exit code."""
-    print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
+    print(f"killed by a second Ctrl-C{'; what was saved before is still there' * saves}", file=sys.stderr)
     return 128 + signal.SIGINT
 
 
-def stopped_before(number: int) -> int:
-    """Report that a signal ended the command before any worker had started; return the exit code."""
-    print(f"stopped by {signal.Signals(number).name} {BEFORE}", file=sys.stderr)
+def stopped_before(number: int, saves: bool = True) -> int:
+    """Report that a signal ended the command where no worker had anything to save; return the exit code."""
+    print(f"stopped by {signal.Signals(number).name}{f' {BEFORE}' * saves}", file=sys.stderr)
     return 128 + number
 
 
@@ -284,6 +286,7 @@ def conclude(
     stop_signal: int | None,
     words: Sequence[str],
     kills: int | None = None,
+    saves: bool = True,
 ) -> int:
     """Say on stderr how the run ended, unless it is done; return the exit code. kills: `oom_kills` when it began."""
     command = resume_command(words, chosen_output(workers[0]))
@@ -291,7 +294,7 @@ def conclude(
     # Workers that stopped without a signal to this process were signalled themselves.
     stop_signal = signal.SIGTERM if stop_signal is None and stopped else stop_signal
     if stop_signal is not None and any(worker.code == -signal.SIGTERM for worker in failed):
-        return stopped_before(stop_signal)
+        return stopped_before(stop_signal, saves)
     if failed:
         return report_failure(failed, command if words[0] == "train" else "", kills)
     if stop_signal is None or not stopped:

@@ -14,6 +14,7 @@ from zero3d.tools.page.markup import join, tag
 from zero3d.tools.page.paint import SERIES, colour, style as painted
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+FITS = 12  # characters of a key figure that fit in the narrowest tile of style.css
 
 
 def page(title: str, *body: Markup, series: int = SERIES) -> str:
@@ -47,8 +48,13 @@ def paragraph(words: object, class_: str | None = None) -> Markup:
 
 
 def tiles(figures: Iterable[tuple[str, str, str]]) -> Markup:
-    """List key figures: what, how much, a remark."""
-    return tag("dl", *(tag("div", tag("dt", a), tag("dd", b, tag("small", c))) for a, b, c in figures), class_="tiles")
+    """List key figures: what, how much, a remark. A long figure has the room of two, so that it is not broken."""
+    return tag("dl", *(_tile(*figure) for figure in figures), class_="tiles")
+
+
+def _tile(what: str, how_much: str, remark: str) -> Markup:
+    room = "long" if len(how_much) > FITS else None
+    return tag("div", tag("dt", what), tag("dd", how_much, tag("small", remark)), class_=room)
 
 
 def table(name: str, head: Sequence[str], rows: Iterable[Sequence[object]], columns: str, low: bool = False) -> Markup:
