@@ -27,6 +27,7 @@ import profile_accuracy
 import qlora
 import sequence
 import stream
+import watching
 from recorded import load
 from report import MEMORY
 
@@ -496,6 +497,21 @@ def loop_share() -> str:
     )
 
 
+def watched_steps() -> str:
+    """A step of a run that is watched, of one that is not."""
+    [run] = results("watching")
+    rows = []
+    for way in watching.WAYS:
+        medians = sorted(median(times) for times in run["times"][way])
+        rows.append(
+            [way, str(len(medians)), *(f"{1e3 * each:.2f} ms" for each in (median(medians), medians[0], medians[-1]))]
+        )
+    ratios = (f"{run[name]:.3f}x" for name in ("ratio", "least", "largest"))
+    rows = [[*row, ""] for row in rows] + [["on, of off", "", *ratios, verdict([run["ratio"]], run["target"])]]
+    rows += [["processor time of it", "", f"{run['cpu']:.3f}x", "", "", ""]]
+    return table(["watched", "runs", "median step", "least", "largest", f"target {run['target']:.2f}x"], rows)
+
+
 # --- offload.py ----------------------------------------------------------------------------------
 
 
@@ -635,6 +651,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "offload-targets": offload_targets,
     "offload-steps": offload_steps,
     "loop-share": loop_share,
+    "watched-steps": watched_steps,
     "checkpoint": checkpoint_speed,
     "llava": llava_job,
     "plans-in-seconds": plans_in_seconds,

@@ -252,6 +252,7 @@ RECIPES = {
         Recipe("doctor", ("python benchmarks/doctor.py --json OUT",)),
         Recipe("watched-run", ("python benchmarks/watched_run.py --json OUT",), timed=False),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
+        Recipe("watching", ("python benchmarks/watching.py --json OUT",)),
     )
 }
 

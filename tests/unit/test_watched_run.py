@@ -62,7 +62,7 @@ def test_pictures_and_page_are_of_the_kept_run_and_small():
 
 def test_the_page_has_the_marks_of_all_that_happened():
     page = figures_watched.PAGE.read_text()
-    for mark in ("checkpoint saved (3)", "step skipped (1)", "slow rank named", "run resumed (1)"):
+    for mark in ("checkpoint saved (5)", "step skipped (1)", "slow rank named", "run resumed (1)"):
         assert mark in page
     assert f"Rank {watched_run.SLOW_RANK}" in page or f"slowest rank {watched_run.SLOW_RANK}" in page
 
