@@ -71,7 +71,7 @@ def terminal() -> str:
     """What the terminal said in both sessions."""
     first, second = found()["sessions"]
     spans = [[("step +50: ", "saved"), ("step +80/", "step +100/"), ("step +120/", "stopped")],
-             [("going on", "bitwise"), ("results:", "a step of"), ("curves", "curves")]]  # fmt: skip
+             [("going on", "bitwise"), ("results:", "a step of"), ("memory of", "traffic of"), ("curves", "curves")]]  # fmt: skip
     lines = []
     for session, shown in zip((first, second), spans, strict=True):
         lines += [f"$ {session['command']}", *between(session["lines"], shown)]
@@ -159,7 +159,8 @@ def draw_watched() -> None:
     """Write run.png and the page as docs/ has them, and a picture of the page where there is a Chromium."""
     records = [json.loads(line) for line in found()["records"]]
     said = digest(RECORDED.read_bytes())
-    drawn = figure(Series.of(records), "demo: stage 3, bf16, 2 ranks")
+    saves = json.loads(found()["of_session"])["saves"]
+    drawn = figure(Series.of(records, saves), "demo: stage 3, bf16, 2 ranks")
     buffer = BytesIO()
     drawn.savefig(buffer, format="png", dpi=100)
     _kept(buffer, CURVES, said)
