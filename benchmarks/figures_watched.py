@@ -103,7 +103,7 @@ def file() -> str:
 
 def rules() -> str:
     """By which rules a rank is called slow."""
-    steps = f"the last {KEPT}, without the first of a process, from {ENOUGH} on"
+    steps = f"the last {KEPT}, and the last {ENOUGH} for what has just begun, without the first of a process"
     saves = f"the last {SAVES} saves, from {ENOUGH_SAVES} on"
     excess = f"{100 * LEAST:.0f} % of a step, {1000 * LEAST_SECONDS:.0f} ms and {FAR:.0f} standard errors"
     return table(
