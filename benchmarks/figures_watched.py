@@ -70,8 +70,9 @@ def between(lines: Sequence[str], spans: Sequence[tuple[str, str]]) -> Iterator[
 def terminal() -> str:
     """What the terminal said in both sessions."""
     first, second = found()["sessions"]
-    spans = [[("step +50: ", "saved"), ("step +80/", "step +100/"), ("step +120/", "stopped")],
-             [("going on", "bitwise"), ("results:", "a step of"), ("memory of", "traffic of"), ("curves", "curves")]]  # fmt: skip
+    stopped = [("step +50: ", "saved"), ("step +80/", "step +100/"), ("step +120/", "stopped")]
+    resumed = [("going on", "bitwise"), ("results:", "a step of"), ("memory of", "traffic of"), ("curves", "curves")]
+    spans = [stopped, resumed]
     lines = []
     for session, shown in zip((first, second), spans, strict=True):
         lines += [f"$ {session['command']}", *between(session["lines"], shown)]

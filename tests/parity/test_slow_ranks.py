@@ -127,7 +127,7 @@ def check(tree, kind, lines, host=None):
 )
 def test_a_rank_that_is_slow_in_a_part_is_named_with_it(ranks, tmp_path, kind):
     heard = Heard(tmp_path)
-    facts = ("EVENT", "SLOWEST_RANK", "SLOWEST_PART", "SLOWEST_HOST")
+    facts = ("EVENT", "SLOWEST_RANK", "SLOWEST_PART", "SLOWEST_HOSTNAME")
     tree = made(tmp_path, log={"on": heard.on("straggler", facts=facts)})
     found = check(tree, kind, ranks(2, said, tree, kind))
     assert heard.lines(1) == [f"straggler {SLOW} {kind} {socket.gethostname()}"]

@@ -301,7 +301,7 @@ def test_an_export_that_computes_another_number_is_not_the_same(wire, reloaded, 
         steps=[], history=[], seconds=1.0, peak_memory=1, peak_host=1, peak_reserved=None, held_out_loss=2.5,
         exported_loss=2.5, averaged_loss=2.25,
         reloaded_loss=reloaded, fingerprint="", expert_load={}, values={"accuracy": 0.5}, of_sources={}, exports=[Path("out/hf")],
-        reloaded_by="AutoModelForCausalLM",
+        reloaded_by="AutoModelForCausalLM", trace=None, slowest=None,
         config=load({"checkpoint": {"verify": True}, "zero": {"gather_wire": wire}}), folder=Folder(Path("out")), checkpoint=Path("out/step-1"),
     )  # fmt: skip
     lines = list(summary(result))

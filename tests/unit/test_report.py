@@ -127,7 +127,7 @@ def test_the_last_loss_is_no_average_and_a_prompt_of_one_s_own_is_named(monkeypa
     result.history[-1]["loss"], result.sample = 9.0, "once more"
     result.config = load(None, ["evaluate.prompt=once"])
     text = shown(result, monkeypatch)
-    assert "loss: 9.000000 in the last step, 1.0000 on the average of the last ones" in text
+    assert "loss: 9.000000 in the last step, 1.0000 on the average of the last 21" in text
     assert "a sample that starts with 'once':\n    once more" in text
 
 

@@ -18,7 +18,7 @@ from zero3d.tools.page.curves import STRETCHES, Curve, curves, thinned
 from zero3d.tools.page.markup import tag
 from zero3d.tools.page.paint import MARKS, attributes
 from zero3d.tools.page.svg import Scale, x_axis
-from zero3d.train.curve import smooth
+from zero3d.train.curve import last_average
 from zero3d.train.folder import Folder
 from zero3d.train.stragglers import Slow
 from zero3d.train.tables import MemoryRow
@@ -149,7 +149,8 @@ def test_key_figures_and_words_of_drawings_are_of_the_end_and_a_resume_before_th
     found[5]["peak_memory_bytes"] = 600 * MIB
     root = page(tmp_path, found)
     shown, losses = tiles(root), [record["loss"] for record in found]
-    assert shown["Loss"].startswith(f"{smooth(losses)[-1]:.4f} average at the end; last step {losses[-1]:.4f}")
+    average, many = last_average(losses)
+    assert shown["Loss"].startswith(f"{average:.4f} average of the last {many}; last step {losses[-1]:.4f}")
     assert shown["Peak memory"].startswith("629.1 MB")
     loss = drawing(root, "loss")
     assert f": {losses[0]:.4g} at step 17, {losses[-1]:.4g} at step 40" in loss.find("desc").text
