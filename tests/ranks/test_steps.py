@@ -405,6 +405,10 @@ def generate(stage, model):
     engine.backward(loss_of(engine, batch(0, rank)))
     engine.step()
     text = engine.generate(batch(0, 0)[:1, :4], max_new_tokens=3 + 4 * rank)  # other lengths per rank
+    again = [
+        engine.generate(batch(0, 0)[:1, :4], max_new_tokens=3 + 4 * rank) for _ in range(2 * rank)
+    ]  # how often, too
+    assert all(text.equal(each) for each in again)
     kept = engine.arena.live("gathered")
     engine.module.train()
     engine.backward(loss_of(engine, batch(1, rank)))

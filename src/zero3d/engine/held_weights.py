@@ -59,6 +59,8 @@ def hold_weights(parts: Parts, whole: bool | None) -> Held:
 
 def check_room(parts: Parts) -> None:
     """Raise OutOfBudget on all ranks where one has no room for the whole weights that a generation would keep."""
+    if any(KEEP in unit.users for unit in parts.units):
+        return  # asked since training paused: from then on ranks may generate more often than others
     missing = [unit for unit in parts.units if unit.weights.sharded and not unit.users]
     held = _tightest(parts, sum(unit.weights.bytes_to_open for unit in missing))  # ranks may miss unlike units
     if not held.whole:
