@@ -44,7 +44,7 @@ from zero3d.zero.streams import ThreadStream, wait_for_device
 
 
 class SaveFigures(NamedTuple):
-    """What a save cost.
+    """Holds what a save cost.
 
     seconds  in which training waited for it
     nbytes   of tensors that this rank writes

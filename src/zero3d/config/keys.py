@@ -144,7 +144,7 @@ def takes_table(key: Key) -> bool:
 
 
 def takes_names(key: Key) -> bool:
-    """Say whether one entry of its mapping can be an override: log.on.end=COMMAND."""
+    """Return whether single entries of a key's mapping can be overridden, as in log.on.end=COMMAND."""
     return OPTIONS in key.types or (TABLE in key.types and bool(key.choices))
 
 

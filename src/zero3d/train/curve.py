@@ -7,10 +7,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
+from zero3d.train.spikes import NORMAL
+
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Braille: 4 rows of 2 dots per character
 LEAST, MOST, STRETCHES = 10, 100, 200  # steps of half a window; half windows in a run
 POINTS = 21  # of which a slope is taken
-NOISE, NORMAL = 2.0, 1.4826  # standard errors of a slope; a normal's standard deviation in median absolute deviations
+NOISE = 2.0  # standard errors of a slope, which are noise
 HIGHEST, USUAL = 3.0, 0.99  # times what so many of the values span: values above that are cut off
 FEW = 10  # values of which none is cut off
 

@@ -58,7 +58,7 @@ class Metric(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it is a counter, else a gauge."""
+        """Return whether the metric is a counter; all others are gauges."""
         return self.name.endswith("_total")
 
     @property
@@ -108,7 +108,7 @@ class Latest:
         self.fields = {**before, **NONE, **scalars, **own}
 
     def end(self) -> None:
-        """Say that no more records come."""
+        """Mark the run as over: no more records come."""
         self.fields = {**self.fields, RUNNING: 0}
 
     def families(self) -> dict[str, list[tuple[Metric, float]]]:

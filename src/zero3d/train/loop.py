@@ -375,7 +375,7 @@ class Loop:
         )
 
     def _note_skip(self, progress: Progress) -> None:
-        """Say why a step was skipped, the first in a row; overflows by which fp16 finds its loss scale do not count."""
+        """Print why a step was skipped, once for steps in a row, and not while fp16 looks for its loss scale."""
         result = self.engine.last_step
         if result is not None and is_not_finite(result.reason) and self.engine.health.in_a_row == 1:
             why = "its gradients are not finite" if result.reason == OVERFLOW else result.reason

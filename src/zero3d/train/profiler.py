@@ -70,6 +70,6 @@ def merged(tracer: Tracer, folder: Path, world: Comm, hosts: Sequence[str]) -> P
         return None
     try:
         return merge(folder, hosts)
-    except (OSError, ValueError, KeyError) as error:  # a full disk, a profiler's file that is no JSON
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # a full disk, a file of another form
         warnings.warn(f"traces of ranks are not merged ({error}): {folder}/trace-rank-*.json are there", stacklevel=2)
         return None

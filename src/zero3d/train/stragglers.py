@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from zero3d.train.spikes import NORMAL
 from zero3d.zero.step_parts import BY_HOST, COMPUTE, DATA, OwnStep
 
 Values = NDArray[numpy.float64]  # by rank
@@ -31,9 +32,8 @@ SLOWER = LEAST / 2  # in a step that counts as one in which a rank was slower
 OFTEN, OFTEN_IN_SAVES = 0.6, 0.8  # of the steps, of the saves: it must be slower in more of them
 LASTS = 0.95  # the most of a step's noise that is taken to be the next one's, too
 CUT = 0.25  # of the steps, at each end
-NORMAL = 1.4826  # a normal distribution's standard deviation, in median absolute deviations
 FACTS = 3  # numbers of a window beside its seconds
-MOST_NUMBERS = 1 << 15  # in a message of all ranks
+MOST_NUMBERS = 1 << 15  # seconds of steps that all ranks together tell in a message
 DISPLACED = 0.1  # of a computing thread's time, by which it was less on a core than its peers
 FIELDS = ("slowest_rank", "slowest_over", "slowest_steps", "slowest_of_steps")
 

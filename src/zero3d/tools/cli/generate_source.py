@@ -1,4 +1,4 @@
-"""What OUTPUT of `zero3d generate` names, as a folder that transformers or PEFT loads.
+"""Finds what OUTPUT of `zero3d generate` names, as a folder that transformers or PEFT loads.
 
 a run's output         its export where it has finished, else its newest checkpoint
 its checkpoints        the newest of them
@@ -67,7 +67,7 @@ class Source(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What the command line says of it.
+    """Holds what the command line says of the model.
 
     base    the folder of the model that training began with, if it was moved
     merged  adapters are wanted in the weights: ranks cut a model without them

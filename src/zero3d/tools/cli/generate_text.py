@@ -45,7 +45,7 @@ CUT = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character decode 
 
 
 class Choices(NamedTuple):
-    """What the command line says of prompts and tokens.
+    """Holds what the command line says of prompts and tokens.
 
     tokens       the most that are made
     temperature  0: the most likely token each time; else tokens are drawn
@@ -352,7 +352,7 @@ def say(
 
 
 def _note_room(model: nn.Module, length: int, tokens: int) -> None:
-    """Say on stderr where fewer tokens are made than were asked for."""
+    """Print a line on stderr if the model has positions for fewer tokens than were asked for."""
     room = room_of(model, length, tokens)
     if room < tokens:
         why = f"the text has {length:,} and the model {length + room:,} positions"

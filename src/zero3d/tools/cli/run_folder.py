@@ -145,7 +145,7 @@ class Left:
 
     @property
     def go_on(self) -> str | None:
-        """What to type to go on with a run that has ended before its last step; None where there is nothing to."""
+        """Return the command that goes on with a run that ended before its last step; None for any other run."""
         if self.config is None or self.state in (RUNNING, FINISHED, EARLY):
             return None
         try:

@@ -126,7 +126,7 @@ def _marks(marks: Mapping[str, Sequence[float]], across: Scale) -> Iterator[Mark
 
 
 def _described(title: str, drawn: Sequence[Curve], marks: Mapping[str, Sequence[float]]) -> str:
-    """Say in words where the first curve begins and ends, and how many marks there are."""
+    """Return a drawing's description: where its first curve begins and ends, and how many marks it has."""
     known = [(step, value) for step, value in drawn[0].points if math.isfinite(value)] if drawn else []
     ends = f"{known[0][1]:.4g} at step {known[0][0]:,g}, {known[-1][1]:.4g} at step {known[-1][0]:,g}" if known else "-"
     counted = "".join(f"; {MARKS[kind]}: {len(steps):,}" for kind, steps in marks.items() if steps)

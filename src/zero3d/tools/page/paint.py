@@ -1,4 +1,4 @@
-"""How each class of a drawing is painted: as attributes of its elements, and by the style of a page.
+"""Paints each class of a drawing: as attributes of its elements, and by the style of a page.
 
 attributes   the colours of the light ground: a drawing that is taken out of its page, or printed, stays as it was
 style        the same by the page's variables, which are others on a dark ground; a style goes before attributes
