@@ -34,7 +34,7 @@ from planner_tables_recent import RECENT
 from zero3d.tools.plan.constants import Key, constant
 
 SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean something
-MARGIN = constant("plan", "margin")
+MARGIN = constant("plan", "margin full")
 PUBLISHED = Path(__file__).parent / "published"
 
 

@@ -4,8 +4,13 @@
     |--------------------|----------------------|--- left ---|
     planned x (1 - m)                  planned x (1 + m)
 
-A plan fits where `high` does. Nine in ten published memories lie within m, their source left out of the fit
-(constants.py), unless the caller says another m.
+A plan fits where `high` does. m is of the kind of run: of nine in ten published runs of this kind, predicted by
+constants that saw none of their source, memory is at most m above the plan (constants.py). A caller may say another m.
+
+    full     all is trained
+    lora     little is trained beside frozen weights in 16 bits
+    qlora    the same, frozen weights in fewer bits
+    offload  states or kept inputs are off the device, whatever is trained
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ from zero3d.tools.plan.constants import constant, source_of
 from zero3d.tools.plan.search import Evaluate
 from zero3d.tools.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 
-MARGIN = constant("plan", "margin")
-ORIGIN = source_of("plan", "margin")
+KINDS = ("full", "lora", "qlora", "offload")
+MARGIN = constant("plan", "margin full")
+ORIGIN = source_of("plan", "margin full")
+LITTLE = 0.5  # of parameters: a model of which less is trained is adapted
 GRAIN, PARTS = 256, 16  # tokens, and the part of a sequence, to which the longest one is found
 MOST = 64  # times a plan's sequence or micro-batch, up to which is looked
 
@@ -37,6 +44,28 @@ class Range(NamedTuple):
     def of(cls, nbytes: float, margin: float) -> Range:
         """Return the range around planned bytes."""
         return cls((1 - margin) * nbytes, nbytes, (1 + margin) * nbytes)
+
+
+class Margin(NamedTuple):
+    """What a kind of run must have beyond its planned bytes, as a share of these, and where that is from."""
+
+    share: float
+    kind: str
+    origin: str
+
+
+def margin_of_kind(kind: str) -> Margin:
+    """Return the margin of a kind of run, one of KINDS."""
+    return Margin(constant("plan", f"margin {kind}"), kind, source_of("plan", f"margin {kind}"))
+
+
+def kind_of(model: ModelSpec, plan: ParallelPlan) -> str:
+    """Return the kind of a run, one of KINDS."""
+    if plan.offload.states or plan.offload.activations_leave:
+        return "offload"
+    if model.trainable >= LITTLE * model.weights:
+        return "full"
+    return "qlora" if model.weights > model.params else "lora"
 
 
 def usable(room: float, margin: float = MARGIN) -> float:
