@@ -1,8 +1,8 @@
 """How far the planner is from published numbers: `python benchmarks/planner_accuracy.py --tables DIR [--json]`.
 
     DIR/*.csv, published/*.csv -> planner_tables*.py -> points -> per set and kind: rows, mean, p90, worst error, and
-        fits   OOM recall (of runs that ran out, those predicted to) and false alarms (of those that ran), with the
-               planner's margin and without
+        fits   OOM recall (of runs that ran out, those refused or marked), false alarms (of those that ran, those
+               refused), and the share of these that is marked: planned to fit without the margin of their kind of run
         time   per group of one model's configurations: Kendall's tau of pairs that differ by more than repeats do,
                and regret: how much slower than the best run the one is that the planner would have chosen
 
@@ -19,7 +19,6 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_constants import Planner
 from planner_left_out import accounts, fitted_on, without
+from planner_ranges import apart_of, margins_of, narrowed, pairs_of, repeats_of
 from planner_tables import READERS, Point, Row, Unknown, with_settings
+from planner_tables_adapters import ADAPTERS
 from planner_tables_other import OTHER
 from planner_tables_recent import RECENT
 
-from zero3d.tools.plan.constants import Key, constant
+from zero3d.tools.plan.constants import Key
+from zero3d.tools.plan.margin import margin_of_kind
 
 SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean something
-MARGIN = constant("plan", "margin full")
 PUBLISHED = Path(__file__).parent / "published"
 
 
@@ -46,21 +47,26 @@ class Tables:
     """
 
     def __init__(self, *folders: Path) -> None:
-        readers = {**READERS, **OTHER, **RECENT}
+        readers = {**READERS, **OTHER, **RECENT, **ADAPTERS}
         files = sorted(path for folder in folders for path in folder.glob("*.csv"))
         self.unknown = [path.name for path in files if path.stem not in readers]
         self.readers = {path.stem: readers[path.stem] for path in files if path.stem in readers}
         self.rows = {path.stem: list(_rows(path)) for path in files if path.stem in readers}
         self.skipped: dict[str, int] = {}
         self.untold: dict[str, str] = {}
-        by_file = {stem: self._of_file(stem, Planner(), self.skipped) for stem in self.rows}
+        planner = Planner()
+        by_file = {stem: self._of_file(stem, planner, self.skipped) for stem in self.rows}
+        self.cards = sorted(planner.cards)
         self.points = [point for points in by_file.values() for point in points]
-        self._files = {point.set: stem for stem, points in by_file.items() for point in points}
+        self._files: dict[str, set[str]] = defaultdict(set)
+        for stem, points in by_file.items():
+            for point in points:
+                self._files[point.set].add(stem)
 
     def predict(self, planner: Planner, sets: Iterable[str]) -> list[Point]:
         """Return the points of some sets, those of them that are here."""
         wanted = set(sets)
-        stems = {self._files[name] for name in wanted if name in self._files}
+        stems = {stem for name in wanted if name in self._files for stem in self._files[name]}
         return [p for stem in sorted(stems) for p in self._of_file(stem, planner, {}) if p.set in wanted]
 
     def _of_file(self, stem: str, planner: Planner, skipped: dict[str, int]) -> list[Point]:
@@ -103,19 +109,20 @@ def errors(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def labels(points: Sequence[Point]) -> dict[str, Any]:
-    """Return the recall of runs that ran out of memory, and false alarms among those that did not.
+    """Return the recall of runs that ran out of memory, false alarms among those that did not, and those marked.
 
-    Both with the planner's margin, and without: of a plan that takes the card to the last byte.
+    A plan above its card is refused. One that fits without the margin of its kind of run is marked: a run out of memory
+    that was marked is found, and one that ran is no false alarm.
     """
-    out = [p for p in points if p.actual == 0]
-    ran = [p for p in points if p.actual == 1]
+    out, ran = ([p for p in points if p.actual == actual] for actual in (0, 1))
+    refused = {p.id for p in points if p.predicted > 1}
+    marked = {p.id for p in points if p.predicted * (1 + margin_of_kind(p.run).share) > 1} - refused
     found: dict[str, Any] = {"rows": len(points), "out_of_memory": len(out)}
-    for prefix, margin in (("", MARGIN), ("plain_", 0.0)):
-        refused = {p.id for p in points if p.predicted * (1 + margin) > 1}
-        found[f"{prefix}recall"] = sum(p.id in refused for p in out) / len(out) if out else None
-        found[f"{prefix}false_alarms"] = sum(p.id in refused for p in ran) / len(ran) if ran else None
-        found[f"{prefix}missed"] = [p.id for p in out if p.id not in refused]
-        found[f"{prefix}alarmed"] = [p.id for p in ran if p.id in refused]
+    found["recall"] = sum(p.id in refused | marked for p in out) / len(out) if out else None
+    found["false_alarms"] = sum(p.id in refused for p in ran) / len(ran) if ran else None
+    found["marked"] = sum(p.id in marked for p in ran) / len(ran) if ran else None
+    found["missed"] = [p.id for p in out if p.id not in refused | marked]
+    found["alarmed"] = [p.id for p in ran if p.id in refused]
     return found
 
 
@@ -133,37 +140,23 @@ def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
     kept = [group for group in groups.values() if len(group) >= SMALLEST_GROUP]
     if not kept:
         return None
-    repeats = max(_repeats(group) for group in groups.values())
+    repeats = max(repeats_of(group) for group in groups.values())
     regrets = [min(g, key=lambda p: p.predicted).actual / min(p.actual for p in g) - 1 for g in kept]
     return {
         "groups": len(kept),
         "tau": _mean_tau(kept, repeats),
-        "pairs": sum(len(_pairs(group, repeats)) for group in kept),
+        "pairs": sum(len(pairs_of(group, repeats)) for group in kept),
         "repeats": repeats,
         "plain_tau": _mean_tau(kept, 0.0),
-        "all_pairs": sum(len(_pairs(group, 0.0)) for group in kept),
+        "all_pairs": sum(len(pairs_of(group, 0.0)) for group in kept),
         "regret": sum(regrets) / len(regrets),
         "worst_regret": max(regrets),
     }
 
 
-def _repeats(group: Sequence[Point]) -> float:
-    """Return by how much the slowest and the fastest run of one configuration differ at most."""
-    runs: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for point in group:
-        runs[point.settings].append(point.actual)
-    return max(max(actual) / min(actual) - 1 for actual in runs.values())
-
-
-def _pairs(group: Sequence[Point], least: float) -> list[tuple[Point, Point]]:
-    """Return the pairs of configurations whose runs differ by more than `least`, the faster one first."""
-    ordered = sorted(group, key=lambda point: point.actual)
-    return [(a, b) for a, b in combinations(ordered, 2) if b.actual / a.actual - 1 > least and a.settings != b.settings]
-
-
 def _mean_tau(groups: Iterable[Sequence[Point]], least: float) -> float | None:
     """Return the mean of the groups' Kendall's tau over these pairs; None where no group has any."""
-    listed = [pairs for group in groups if (pairs := _pairs(group, least))]
+    listed = [pairs for group in groups if (pairs := pairs_of(group, least))]
     taus = [sum(_sign(b.predicted - a.predicted) for a, b in pairs) / len(pairs) for pairs in listed]
     return sum(taus) / len(taus) if taus else None
 
@@ -192,12 +185,6 @@ def left_out(tables: Tables) -> tuple[list[Point], dict[str, dict[Key, float]]]:
     sets = sorted({point.set for point in tables.points if fitted_on(point.set)})
     values = {name: without(name, tables.predict) for name in sets}
     return [point for name in sets for point in tables.predict(Planner(values[name]), {name})], values
-
-
-def margin_of(points: Iterable[Point]) -> float | None:
-    """Return the relative error within which nine in ten points of memory lie, None without any."""
-    memory = [point for point in points if point.kind == "memory"]
-    return errors(memory)["p90"] if memory else None
 
 
 def beside(scores: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -283,10 +270,9 @@ def _lines(s: Mapping[str, Any]) -> list[str]:
 
 def labels_text(s: Mapping[str, Any]) -> str:
     """Write the table of runs that did and did not fit."""
-    names = "recall", "false_alarms", "plain_recall", "plain_false_alarms"
-    recall, alarms, *plain = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in names)
-    without = f"without a margin {plain[0]} and {plain[1]}"
-    return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}; {without}"
+    names = "recall", "false_alarms", "marked"
+    recall, alarms, marked = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in names)
+    return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}, marked {marked}"
 
 
 def ranking_text(s: Mapping[str, Any]) -> str:
@@ -309,10 +295,15 @@ def main() -> int:
     tables = Tables(arguments.tables, PUBLISHED)
     others, values = ([], {}) if arguments.fitted_only else left_out(tables)
     scores = beside(score(tables.points), score(others))
+    seen = {(point.set, point.id) for point in others}
+    blind = [*others, *(point for point in tables.points if (point.set, point.id) not in seen)]
     if arguments.json:
         constants = accounts(tables.predict, values)
         told = {"skipped": tables.skipped, "unknown": tables.unknown, "untold": tables.untold, "rows": tables.counts()}
-        result = {"scores": scores, "means": means(scores), "margin": margin_of(others), "constants": constants, **told}
+        found = {"margins": margins_of(blind), "apart": apart_of(tables.points), "cards": tables.cards}
+        found["narrowed"] = narrowed(tables.points)
+        found["runs"] = sorted({p.run for p in tables.points if "no gate" not in p.set and p.kind != "formula"})
+        result = {"scores": scores, "means": means(scores), **found, "constants": constants, **told}
         print(json.dumps(result, indent=1))
         return 0
     if arguments.rows:
@@ -320,8 +311,14 @@ def main() -> int:
             off = 100 * (p.predicted / p.actual - 1) if p.actual else 0.0
             print(f"{p.set:22} {p.kind:8} {p.id:34} {p.predicted:10.4g} {p.actual:10.4g} {off:+7.1f}%")
     print(as_text(scores, tables.skipped, tables.unknown, tables.untold, tables.counts()))
-    if (margin := margin_of(others)) is not None:
-        print(f"the planner's margin: nine in ten memories, their set left out, lie within {100 * margin:.1f} %")
+    for run, margin in margins_of(blind).items():
+        print(
+            f"{run}: nine in ten of {margin['rows']} memories are at most {100 * margin['share']:.1f} % above planned"
+        )
+    print(f"plans whose seconds differ by {100 * apart_of(tables.points):.1f} % or less are not told apart for sure")
+    told = "{set:24} {rows} corrected by smaller runs: mean {before:.1%} -> {after:.1%}, nine in ten {nine_in_ten:.1%}"
+    for pairs in narrowed(tables.points):
+        print(told.format(**pairs))
     return 0
 
 

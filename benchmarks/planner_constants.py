@@ -31,6 +31,7 @@ class Planner:
             constant.key: values[constant.lender, constant.name] for constant in EVERY if constant.lender
         }
         self.systems: dict[str, Profile] = profiles(self.values)
+        self.cards: set[str] = set()  # that plans have been made for
 
     @property
     def kernels(self) -> Kernels:
@@ -43,4 +44,5 @@ class Planner:
 
     def evaluate(self, model: ModelSpec, spec: ClusterSpec, plan: ParallelPlan, system: str | Profile) -> Estimate:
         """Evaluate a plan as `plan.evaluate` does, under these constants."""
+        self.cards.add(spec.gpu.name)
         return evaluate(model, spec, plan, self.systems[system] if isinstance(system, str) else system)

@@ -33,6 +33,8 @@ class Point(NamedTuple):
 
     group     of one model's configurations
     settings  what was run; points of equal settings repeat each other
+    run       the kind of run, one of margin.KINDS
+    gpus      how many, 0 where a row does not say
     """
 
     set: str
@@ -43,6 +45,8 @@ class Point(NamedTuple):
     group: str = ""
     unit: str = ""
     settings: tuple[str, ...] = ()
+    run: str = "full"
+    gpus: int = 0
 
 
 MEASURED = {"mem_gb_nvidia_smi", "oom", "sec_per_iter", "tflops_per_gpu", "tps_per_gpu", "days_300b_tokens",
@@ -58,7 +62,8 @@ def with_settings(row: Row, point: Point) -> Point:
     A column that neither set names is taken for a setting: then fewer points repeat each other, never more.
     """
     cells = (value for name, value in row.items() if name not in MEASURED | ORIGIN)
-    return point._replace(settings=(point.id.removeprefix(row["id"]).strip(), *cells))
+    gpus = int(float(row.get("gpus") or 0))
+    return point._replace(settings=(point.id.removeprefix(row["id"]).strip(), *cells), gpus=gpus)
 
 
 def number(row: Row, name: str) -> float:

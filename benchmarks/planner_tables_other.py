@@ -10,8 +10,9 @@ from planner_tables import GIB, MIB, Point, Row, fastest, filled, machines, numb
 
 from zero3d.account.states import paper_bytes
 from zero3d.tools.plan.kernels import digest, part_work
+from zero3d.tools.plan.margin import kind_of
 from zero3d.tools.plan.shapes import fused, gpt, llama, of_params
-from zero3d.tools.plan.spec import ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ParallelPlan
 
 # --- ZeRO's own runs on V100 --------------------------------------------------------------------
 
@@ -29,7 +30,8 @@ def zero_appendix(row: Row, planner: Planner) -> Iterator[Point]:
                         offload_activations="host" if row["figure"].endswith("C5") else "none")  # fmt: skip
     estimate = planner.evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
     ran = {"fits": 1.0, "oom": 0.0, "out": 0.0}[row["label"].lower().split()[0]]
-    yield Point("zero_appendix", row["id"], "fits", filled(estimate, 32), ran)
+    run = kind_of(model, plan)
+    yield Point("zero_appendix", row["id"], "fits", filled(estimate, 32), ran, run=run)
 
 
 def zero_table2(row: Row, planner: Planner) -> Iterator[Point]:
@@ -77,7 +79,9 @@ def bigscience(row: Row, planner: Planner) -> Iterator[Point]:
         )
     if row["mem_gb"]:
         actual = number(row, "mem_gb")
-        yield Point("bigscience_v100 (no gate)", row["id"], "memory", estimate.memory.device / GIB, actual, unit="GiB")
+        run = kind_of(model, plan)
+        memory = estimate.memory.device / GIB
+        yield Point("bigscience_v100 (no gate)", row["id"], "memory", memory, actual, unit="GiB", run=run)
 
 
 # --- throughputs --------------------------------------------------------------------------------
@@ -142,10 +146,13 @@ def nanotron(row: Row, planner: Planner) -> Iterator[Point]:
 
 
 def torchtitan(row: Row, planner: Planner) -> Iterator[Point]:
-    """Tables 2, 4 and 5 of the source ran in Float8, as their captions there say; row-wise scaling gained nothing."""
+    """Tables 2, 4, 5 and 6 of the source ran in Float8, as their captions there say; row-wise scaling gained nothing.
+
+    Those of table 6 are of AsyncTP, too.
+    """
     if re.search(r"CP [2-9]", row["config"]):
         raise ValueError("config")
-    narrow = re.search("(?i)fp8-tensor|float8", row["config"]) or re.match(r"TT-T[245]-", row["id"])
+    narrow = re.search("(?i)fp8-tensor|float8", row["config"]) or re.match(r"TT-T[2456]-", row["id"])
     name = row["model"].rsplit("-", 1)[1]
     gpus, local = whole(row, "gpus"), whole(row, "local_batch")
     model = llama(*LLAMA[name], whole(row, "seq"))
@@ -164,7 +171,8 @@ def torchtitan(row: Row, planner: Planner) -> Iterator[Point]:
     ]  # fmt: skip
     a100 = "A100" in row["hw"]
     spec = machines("a100-80" if a100 else "h100-96", gpus, 25e9 if a100 else 50e9)
-    system = "torchtitan-async-tp" if "syncTP" in row["config"] else "torchtitan"
+    beside = "syncTP" in row["config"] or row["id"].startswith("TT-T6-")
+    system = "torchtitan-async-tp" if beside else "torchtitan"
     estimate = fastest(planner, model, spec, plans, system)
     tokens = local * model.length / (tp * pp)
     group = f"{name} {gpus} {row['hw'][:8]}"
@@ -187,39 +195,6 @@ def galvatron_time(row: Row, planner: Planner) -> Iterator[Point]:
 
 
 # --- memory -------------------------------------------------------------------------------------
-
-LITGPT = {"Llama-2-7B": LLAMA2["7B"], "Llama-2-13B": LLAMA2["13B"], "Falcon-40B": (60, 8192, 128, 8, 32768, 65024)}
-QUANTISED = {"none": 2.0, "nf4": 0.56, "nf4-dq": 0.52, "fp4": 0.56, "fp4-dq": 0.52, "int8": 1.0}
-ALPACA = 1304  # tokens of its longest document
-
-
-def lora_bytes(model: ModelSpec, quantised: float, batch: int, ffn: int) -> float:
-    """LoRA on one card: blocks' weights as quantised, the rest in bf16, activations; adapters are little.
-
-    Frozen layers keep no input: of a block's 64 h those of the MLP's three products are left out, 2 h and 2 f. Queries
-    and values have adapters, which keep theirs.
-    """
-    blocks = sum(part.numel for part in model.blocks)
-    weights = quantised * blocks + 2.0 * (model.params - blocks)
-    operations = model.blocks[0].operations
-    kept = len(model.blocks) * (operations.kept_cut + operations.kept_whole - 2 * model.hidden - 2 * ffn)
-    head = model.parts[-1].operations
-    return weights + batch * model.length * (kept + head.kept_cut + head.transient)
-
-
-def measured_memory(row: Row, planner: Planner) -> Iterator[Point]:
-    """LitGPT's LoRA table. Host memory and free-text rows have no reader."""
-    match = re.match(r"(\S+) LoRA r8 bf16-true, quant (\S+), Alpaca", row["workload"])
-    if not match or "GB max allocated" not in row["memory_kind"]:
-        raise ValueError("workload")
-    shape = LITGPT[match[1]]
-    model = llama(*shape, ALPACA)
-    predicted = lora_bytes(model, QUANTISED[match[2]], whole(row, "batch_per_gpu"), shape[4]) / 1e9
-    out = row["memory"] == "OOM"
-    card = float(re.findall(r"(\d+)GB", row["hw"])[0])
-    yield Point("litgpt_lora", row["id"], "fits", predicted * 1e9 / (card * GIB), float(not out))
-    if not out:
-        yield Point("litgpt_lora", row["id"], "memory", predicted, number(row, "memory"), unit="GB")
 
 
 def galvatron_states(row: Row, planner: Planner) -> Iterator[Point]:
@@ -245,6 +220,5 @@ OTHER: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {
     "zero_table2_max_model": zero_table2,
     "bigscience_v100_gpt2": bigscience,
     "throughput_other": throughput,
-    "measured_memory_misc_llava": measured_memory,
     "galvatron_llama2_7b_layer_memory": galvatron_states,
 }

@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner_constants import Planner
-from planner_tables import Point, Row, Unknown, machines, number, whole
+from planner_tables import GIB, Point, Row, Unknown, machines, number, whole
+from planner_tables_adapters import Shape, traced
 
 from zero3d.tools.plan.shapes import fused, llama
 from zero3d.tools.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
@@ -139,7 +140,9 @@ def published(row: Row, planner: Planner) -> Iterator[Point]:
                         schedule="interleaved" if virtual > 1 else "1f1b", precision=row["precision"])  # fmt: skip
     estimate = planner.evaluate(model, machines(row["gpu"], gpus, 50e9), plan, row["system"])
     actual = batch * model.length / gpus / number(row, "tokens_per_s_per_gpu")
-    yield Point(f"{row['system']}_2026", row["id"], "time", estimate.seconds.mid, actual, unit="s")
+    narrow = "_fp8" if row["precision"] == "fp8" else ""
+    run = "lora" if row["lora_rank"] else "full"
+    yield Point(f"{row['system']}_2026{narrow}", row["id"], "time", estimate.seconds.mid, actual, unit="s", run=run)
 
 
 def _accumulate(batch: int, rows: int, micro: int) -> int:
@@ -148,4 +151,30 @@ def _accumulate(batch: int, rows: int, micro: int) -> int:
     return batch // (rows * micro)
 
 
-RECENT: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {"runs_2026": published}
+FORGE = {"7B": (32, 4096, 32, 8, 14336, 128256), "13B": (40, 5120, 40, 8, 17920, 128256),
+         "70B": (80, 8192, 64, 8, 28672, 128256)}  # fmt: skip
+
+
+def kempnerforge(row: Row, planner: Planner) -> Iterator[Point]:
+    """Predict seconds and allocated bytes on H200s, four to a node."""
+    gpus, per_node = whole(row, "gpus"), whole(row, "per_node")
+    tp, pp, dp, micro = (whole(row, name) for name in ("tp", "pp", "dp", "micro"))
+    shape, length = FORGE[row["model"]], whole(row, "seq")
+    compiled = row["compile"] == "yes"
+    model = fused(llama(*shape, length)) if compiled else traced(Shape(*shape), length, None, (), None)
+    plan = ParallelPlan(dp=dp, tp=tp, pp=pp, micro_batch=micro, accumulate=whole(row, "accumulate"),
+                        activations=row["recompute"], sequence_parallel=tp > 1, precision=row["precision"],
+                        reduce_dtype="bf16", compile=compiled)  # fmt: skip
+    spec = machines(row["gpu"], gpus, 50e9, per_node)
+    estimate = planner.evaluate(model, spec, plan, "kempnerforge")
+    yield Point("kempnerforge_h200", row["id"], "time", estimate.seconds.mid, number(row, "step_s"), unit="s")
+    if row["max_allocated_gib"]:
+        actual = number(row, "max_allocated_gib")
+        yield Point("kempnerforge_h200", row["id"], "memory", estimate.memory.allocated / GIB, actual, unit="GiB")
+
+
+RECENT: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {
+    "runs_2026": published,
+    "megatron_bridge_2026": published,
+    "kempnerforge_h200": kempnerforge,
+}

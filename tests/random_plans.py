@@ -87,6 +87,7 @@ DRAWN = {  # by keyword of a plan: how often, and from what, where it is not the
     "slow_wire": (OFTEN, ("bf16", "int8", "int4")),
     "slow_rounding": (OFTEN, ("stochastic",)),
     "gradient_dtype": (OFTEN, ("bf16",)),
+    "compile": (SELDOM, (True,)),
     "linear": (SELDOM, ("fp8",)),
     "quantize": (SELDOM, ("int8",)),
     "weights": (0.2, ("cast",)),

@@ -19,7 +19,8 @@ from planner_constants import EVERY, JUDGING, Planner  # noqa: E402
 from planner_left_out import asked_for, without  # noqa: E402
 from planner_tables import Point  # noqa: E402
 
-NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+NUMBERS += ["thirteen", "fourteen", "fifteen"]
 
 
 def ids(constants):

@@ -298,7 +298,19 @@ def test_a_run_s_file_has_the_replays_that_its_plan_prices():
 # A card with 1 TFLOP/s in products (half of its peak), 0.5 TFLOP/s in attention and 1 GB/s of memory, 1 ms a kernel;
 # links of 1 GB/s and 1 ms inside a host, 0.5 GB/s and 10 ms between hosts.
 CARD = Gpu("card", memory=1e9, flops=2e12, bandwidth=1e9, matrix=0.5, flash=0.25)
-PLAIN = Kernels(eager_passes=1, rest_passes=2, flash_backward=2.5, launch=1e-3, fp8=2, odd_head=4, hopper=2, cards={})
+PLAIN = Kernels(
+    eager_passes=1,
+    rest_passes=2,
+    flash_backward=2.5,
+    launch=1e-3,
+    dispatch=1e-5,
+    decoded=22,
+    decoded_nf4=5,
+    fp8=2,
+    odd_head=4,
+    hopper=2,
+    cards={},
+)
 INSIDE, ACROSS = (Link(rate / REACHED, latency, half=0.0) for rate, latency in ((1e9, 1e-3), (0.5e9, 10e-3)))
 HOST = ClusterSpec(CARD, 1, 8, INSIDE, ACROSS, host_memory=1e12, host_link=1e8, host_bandwidth=8e9)
 
@@ -600,7 +612,9 @@ def test_eager_attention_passes_over_its_scores_and_may_miss_the_tensor_cores():
 
 def test_products_in_8_bits_take_half_as_long_but_for_their_bytes_and_attention_may_be_written_for_the_card():
     assert milliseconds(precision="fp8")["matrices"] == pytest.approx(3 * 2 * 3 * (1 + 6 + 1))
-    rates = replace(PLAIN, cards={name: CardRates(0.5, 0.25, 1.0) for name in ("h100", "h200", "a100", "other cards")})
+    rates = replace(
+        PLAIN, cards={name: CardRates(0.5, 0.25, 1.0) for name in ("h100-96", "h100", "h200", "a100", "other cards")}
+    )
     for name, times in (("h100-96", 2), ("h200", 2), ("a100-80", 1)):
         spec = replace(HOST, gpu=Gpu(name, memory=1e9, flops=2e12, bandwidth=1e9))
         both = [

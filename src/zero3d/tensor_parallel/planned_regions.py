@@ -30,6 +30,7 @@ from torch import nn
 
 from zero3d.activations.segments import Recomputed
 from zero3d.distributed.degrees import Degrees
+from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.quantised_experts import stacks_of
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.sequence import cut_blocks
@@ -203,7 +204,7 @@ def _hidden(uncut: UncutModel) -> int:
 def _shape(module: nn.Module) -> tuple[int, int]:
     """Return inputs and outputs of a Linear or Conv1D, inside PEFT's wrapper or not."""
     base: Any = getattr(module, "base_layer", module)
-    a, b = base.weight.shape
+    a, b = base.shape if isinstance(base, QuantisedLinear) else base.weight.shape  # whose weight would be decoded
     return (a, b) if hasattr(base, "nf") else (b, a)
 
 

@@ -27,7 +27,7 @@ from zero3d.train.setup.left_out import load_filled
 ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
 REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
-PORTIONS = (*REPLACED, "tiled_loss")  # of train that a plan may say
+PORTIONS = (*REPLACED, "tiled_loss", "compile")  # of train that a plan may say
 
 
 class RunFile(NamedTuple):

@@ -81,7 +81,9 @@ MEGATRON, CORE, LAYERS = (
 TABLE_2, TABLE_5 = Rows("megatron2021_table2", "time"), Rows("korthikanti_table5", "time")
 SCALE, RECENT = Rows("megascale_megatron", "time"), Rows("automodel_2026", "time")
 A100 = (LAYERS, MEGATRON, TABLE_2, TABLE_5, SCALE, AZURE, BLOOM, IBM)
-H100 = (NANOTRON, CORE, TITAN, IBM, RECENT)
+H100 = (NANOTRON, CORE, IBM, RECENT)
+FORGE_MEMORY = Rows("kempnerforge_h200", "memory")
+FORGE, BRIDGE = Rows("kempnerforge_h200", "time"), Rows("megatron-core_2026_fp8", "time", "over ep")
 EAGER = (MEGATRON, TABLE_2, TABLE_5, AZURE, BLOOM)
 
 SPARE = "x live bytes, that the allocator holds"
@@ -90,12 +92,51 @@ MATRIX = "of the card's peak, matrix products"
 FLASH = "x the card's peak, causal flash attention with masked scores counted"
 
 _HIDE_DP = fitted("torchtitan", "hide_dp", 0.65, SHARE, 0.5, TITAN, IBM, CORE, RECENT)
-_HIDE_TP = fitted("torchtitan-async-tp", "hide_tp", 0.71, "of tp's all-reduces hidden", 0.5, TITAN, CORE)
-_H100 = (fitted("h100", "matrix", 0.73, MATRIX, 0.68, *H100), fitted("h100", "flash", 0.38, FLASH, 0.55, *H100))
+_HIDE_TP = fitted("torchtitan-async-tp", "hide_tp", 0.67, "of tp's all-reduces hidden", 0.5, TITAN, CORE)
+_SLOW_TP = "x the links' seconds of tp's all-reduces"
+_H100_96 = (
+    fitted("h100-96", "matrix", 0.68, MATRIX, 0.68, TITAN),
+    fitted("h100-96", "flash", 0.43, FLASH, 0.55, TITAN),
+)
+_H200 = (fitted("h200", "matrix", 0.79, MATRIX, 0.68, FORGE), fitted("h200", "flash", 0.76, FLASH, 0.55, FORGE))
+_H100 = (fitted("h100", "matrix", 0.75, MATRIX, 0.68, *H100), fitted("h100", "flash", 0.355, FLASH, 0.55, *H100))
+
+_GAMING = Rows("fsdp_qlora_lora", "time"), Rows("fsdp_qlora_qlora", "time")
+_RTX = (fitted("rtx", "matrix", 1.0, MATRIX, 0.68, *_GAMING), assumed("rtx", "flash", 0.55, FLASH, "other cards'"))
 
 _DEEPSPEEDS = ("deepspeed", "deepspeed-0.3")
 _TITANS = ("torchtitan", "torchtitan-async-tp")
 _PIECES = "gathers per unit and pass"
+_OF_LOSS = "bytes per logit beside a loss in fp32 without a copy"
+_DECODING = "bytes moved per decoded weight"
+_SHIFT = "transformers until 4.45: shifted logits, made contiguous in fp32"
+_IN_16 = "a loss that stays in 16 bits where nothing is in autocast"
+_READS = "bitsandbytes: codes are read, 16 bits written"
+_KEEPS = "bytes per element of the inputs of layers in 4 bits"
+_LIVE = "stage3_max_live_parameters, in 16 bits"
+_FREED = "fragments that are left once a full device has let go of the rest"
+QWEN_LORA, QWEN_QLORA = Rows("qwen_lora (doubt)", "memory"), Rows("qwen_qlora (doubt)", "memory")
+SHARDED = (Rows("fsdp_qlora_lora", "memory"), Rows("fsdp_qlora_qlora", "memory"),
+           Rows("fsdp_qlora_lora (doubt)", "memory"), Rows("fsdp_qlora_qlora (doubt)", "memory"))  # fmt: skip
+PACKED = Rows("litgpt_qlora", "memory"), Rows("litgpt_qlora (doubt)", "memory")
+_SPARE = fitted("fsdp-qlora", "spare", 1.18, SPARE, 1.1, *SHARDED, QWEN_LORA, QWEN_QLORA)
+_ADAPTED = (
+    _SPARE,
+    *(lent(_SPARE, name) for name in ("peft", "peft-gptq", "peft-zero3", "litgpt")),
+    *(
+        assumed(name, "tight", 1.02, SPARE, _FREED)
+        for name in ("peft", "peft-gptq", "peft-zero3", "fsdp-qlora", "litgpt")
+    ),
+    lent(_HIDE_DP, "fsdp-qlora"),
+    assumed("fsdp-qlora", "loss_more", 4.0, _OF_LOSS, _SHIFT),
+    assumed("peft-gptq", "loss_more", -4.0, _OF_LOSS, _IN_16),
+    assumed("peft-zero3", "live", 2e9, "bytes of weights that stay gathered", _LIVE),
+    assumed("peft-zero3", "unit_hops", 4.0, _PIECES, "the matrices of a block"),
+    assumed("fsdp-qlora", "decoded", 2.6, _DECODING, _READS),
+    assumed("litgpt", "decoded", 2.6, _DECODING, _READS),
+    fitted("peft-gptq", "decoded", 19.0, _DECODING, 10.0, Rows("qwen_qlora (doubt)", "time")),
+    fitted("litgpt", "packed_input", 2.6, _KEEPS, 2.0, *PACKED),
+)
 _HALVES = '"selective" keeps every second product\'s output'
 _LOSS = "exp and its sum in fp32, of which 10 bytes are in any loss"
 
@@ -112,12 +153,18 @@ SYSTEM_CONSTANTS = (
         "deepspeed-0.3", "spare", 1.0, SPARE, "ZeRO-R keeps inputs and gradients in buffers of their own: no fragments"
     ),
     fitted("megatron-deepspeed", "block", 0.005, "s that the host adds per block and micro-batch", 0.0, BLOOM),
+    *_ADAPTED,
     _HIDE_DP,
     lent(_HIDE_DP, "torchtitan-async-tp"),
+    lent(_HIDE_DP, "kempnerforge"),
+    fitted("kempnerforge", "sums_whole", 3.7, "bytes per parameter of whole gradients", 4.0, FORGE_MEMORY),
+    fitted("kempnerforge", "slow_tp", 3.0, _SLOW_TP, 1.0, FORGE),
+    fitted("megatron-core", "hide_ep", 0.34, "of experts' rows on their way hidden", 0.5, BRIDGE),
     lent(_HIDE_DP, "automodel"),
     _HIDE_TP,
 )
 
+_COPIED = "bitsandbytes' kernel: codes are copied and read, 16 bits written; of large matrices copied once more"
 _HOPPER = "FlashAttention-3 over 2: 1.5 to 2 forward, 1.5 to 1.75 backward (Shah et al. 2024)"
 
 KERNEL_CONSTANTS = (
@@ -126,8 +173,12 @@ KERNEL_CONSTANTS = (
     assumed("a100", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
     *_H100,
     assumed("h100", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
-    *(lent(constant, "h200") for constant in _H100),
+    *_H100_96,
+    assumed("h100-96", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
+    *_H200,
     assumed("h200", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
+    *_RTX,
+    assumed("rtx", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
     assumed("v100", "matrix", 0.62, MATRIX, "a guess"),
     assumed("v100", "flash", 0.5, FLASH, "a guess"),
     assumed("v100", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
@@ -151,6 +202,9 @@ KERNEL_CONSTANTS = (
     assumed("kernels", "flash_backward", 2.5, "x the forward", "five products for two: scores are computed again"),
     assumed("kernels", "hopper", 1.65, "x flash attention, by kernels written for Hopper", _HOPPER),
     assumed("kernels", "launch", 4e-6, "s per kernel", "a guess"),
+    assumed("kernels", "dispatch", 10e-6, "s in which the host launches one kernel of several", "a guess"),
+    assumed("kernels", "decoded", 22.0, _DECODING, "by torch's operators: codes are read, fp32 twice, the result"),
+    assumed("kernels", "decoded_nf4", 5.5, _DECODING, _COPIED),
 )
 
 _LLAMA = "a trace of transformers' LlamaDecoderLayer: 64 bytes in all at 7B's shape"
@@ -161,10 +215,10 @@ _MARGINS = (
     ("qlora", 0.15, _NINE),
     ("offload", 0.15, "no row: a guess, the largest of the other kinds'"),
 )
+_NARROWED = "9 of 10 published runs lie within it, planned with the factor of a smaller run of their system"
 _APART = "of published pairs that differ by more, nine in ten are ranked as they were measured"
 _STRAGGLERS = "MegaScale: one node in 200 took a tenth longer, and all waited for it (Jiang et al. 2024)"
 OTHER_CONSTANTS = (
-    assumed("bases", "decoded", 22.0, "bytes per decoded weight", "codes are read, fp32 twice, the result"),
     assumed("samplers", "room", 0.7, "of a card's memory, for weights", "a guess: caches have the rest"),
     assumed(
         "links", "coding", 16.0, "bytes per element coded or decoded", "its code, fp32 scratch both ways, its value"
@@ -187,6 +241,7 @@ OTHER_CONSTANTS = (
         for kind, share, source in _MARGINS
     ),
     assumed("step", "apart", 0.08, "of a step, by which two plans' seconds differ for sure", _APART),
+    assumed("step", "spread", 0.12, "of planned seconds, either way, once a smaller run was measured", _NARROWED),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
     assumed(

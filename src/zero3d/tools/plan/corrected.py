@@ -1,6 +1,8 @@
 """A cluster by what steps on it took: of one run, or of several that differ.
 
     one run        `corrected`: rates of products scaled until the plan's step takes as long
+    either         the range of planned seconds narrows (`ClusterSpec.spread`): to what published runs say of plans on
+                   more GPUs, once those on fewer are known, or to how far off the fit is, if that is more
     several runs   `fitted`: each kind of work scaled, and what a step and a block take beside (`MeasuredStep`)
 
 step seconds of one run
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero3d.errors import ConfigError
+from zero3d.tools.plan.constants import constant
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.kernels import KERNELS
 from zero3d.tools.plan.spec import ClusterSpec, Link, MeasuredStep, ModelSpec, ParallelPlan
@@ -30,6 +33,7 @@ from zero3d.tools.plan.spec_json import to_json
 from zero3d.tools.plan.time import straggling
 
 LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
+SPREAD = constant("step", "spread")  # of plans on more GPUs, once runs on fewer have been measured
 
 
 def corrected(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float) -> ClusterSpec:
@@ -97,14 +101,15 @@ def fitted(cluster: ClusterSpec, runs: Sequence[Timed], what: str) -> ClusterSpe
         hide_dp=hidden if any(run.plan.dp > 1 for run in runs) else MeasuredStep().hide_dp,
     )
     matrix, flash = (max(LEAST, factors[kind]) for kind in ("matrices", "attention"))
-    return replace(
+    found = replace(
         cluster,
         gpu=replace(gpu, matrix=gpu.matrix / matrix, flash=gpu.flash / flash),
         inside=_slowed(cluster.inside, slower),
         across=_slowed(cluster.across, slower),
         step=step,
-        provenance={**cluster.provenance, "step": what},
+        provenance={**cluster.provenance, "step": what, "spread": what},
     )
+    return replace(found, spread=max(SPREAD, farthest(found, runs)))
 
 
 def _factors(cluster: ClusterSpec, runs: Sequence[Timed]) -> dict[str, float]:
@@ -162,8 +167,9 @@ def profile(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds:
         f"{plan.accumulate}, {plan.world} ranks"
     )
     found, changed = _explained(model, cluster, plan, seconds)
-    sources = {**found.provenance, **dict.fromkeys(changed, what)}
-    return json.dumps(to_json(replace(found, provenance=sources)), indent=2) + "\n"
+    sources = {**found.provenance, **dict.fromkeys([*changed, "spread"], what)}
+    spread = max(SPREAD, found.spread or 0.0)
+    return json.dumps(to_json(replace(found, spread=spread, provenance=sources)), indent=2) + "\n"
 
 
 def _explained(

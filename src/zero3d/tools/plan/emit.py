@@ -58,7 +58,8 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             | ({"tokenizer": tokenizer} if tokenizer else {}),
             "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
             | ({} if plan.ema is None else {"ema": plan.ema})
-            | ({} if plan.tiled_loss == AUTO else {"tiled_loss": plan.tiled_loss}),
+            | ({} if plan.tiled_loss == AUTO else {"tiled_loss": plan.tiled_loss})
+            | ({"compile": True} if plan.compile else {}),
             "mesh": mesh,
             "zero": _non_default(plan.zero, "stage", "reduce_dtype"),
             "precision": plan.precision,
@@ -113,6 +114,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         micro_batch=batch.micro_batch,
         accumulate=batch.accumulate,
         tiled_loss=config.train.tiled_loss,
+        compile=config.train.compile,
         virtual=schedule.chunks_per_rank if degrees.pp > 1 else 1,
         asynchronous_saves=config.checkpoint.asynchronous,
     )

@@ -16,7 +16,7 @@ from zero3d.spec.tiers import TIERS
 from zero3d.tools.plan.footprint import tiles_loss
 from zero3d.tools.plan.kernels import IMBALANCE, step_operations
 from zero3d.tools.plan.memory import memory as engine_memory, memory_at_least
-from zero3d.tools.plan.profile_memory import profile_memory
+from zero3d.tools.plan.profile_memory import profile_memory, traced_memory
 from zero3d.tools.plan.profiles import Profile, profile
 from zero3d.tools.plan.rank_model import rank_model
 from zero3d.tools.plan.search import ep_refused, shard_refused
@@ -95,12 +95,16 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     """Estimate the memory of the fullest rank class and the seconds of a step. Raises ConfigError for what cannot be.
 
     system  zero3d: memory by the engine's own arithmetic (memory.py); or the profile of megatron, megatron-core,
-            deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, torchtitan-async-tp, nanotron, or one of yours
+            deepspeed, megatron-deepspeed, deepspeed-0.3, torchtitan, torchtitan-async-tp, nanotron, peft, peft-gptq,
+            peft-zero3, fsdp-qlora, litgpt, or one of yours
     """
     chosen = profile(system) if isinstance(system, str) else system
     as_zero3d = chosen.pace.as_zero3d
     plan = _resolved(model, cluster, plan, as_zero3d=as_zero3d)
-    memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
+    if as_zero3d:
+        memory = engine_memory(model, plan, cluster)
+    else:
+        memory = (traced_memory if chosen.traced else profile_memory)(model, plan, cluster, chosen)
     return Priced.of(model, cluster, plan, chosen, memory)
 
 

@@ -9,7 +9,10 @@
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
     mixers' kernels   flops as of flash attention, and bytes that they move / bandwidth (mixers.py); of these backward
                       twice
-    the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
+    the rest          what every kernel between products reads and writes, where a trace has counted that and kernels
+                      run one by one; else (compiled blocks, closed forms) 2 passes over the bytes kept for the
+                      backward (written, then read), backward 2 again
+    host              what launching the kernels takes beyond all of that, where they run one by one
 
 e and a are what kernels reach of a card's peak; small matrices lose by their bytes. constants.py says
 where the numbers are from.
@@ -21,17 +24,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero3d.sequence.shares import Halo, Scanned
 from zero3d.tools.plan.constants import VALUES, Values, constant, of_system
 from zero3d.tools.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPlan, Part
 
-CARDS = ("v100", "a100", "h100", "h200", "cpu")  # whose rates are known, by the start of a card's name
-OTHER_CARDS = "other cards"
-HOPPER = ("h100", "h200")
+CARDS = (
+    "v100",
+    "a100",
+    "h100-96",
+    "h100",
+    "h200",
+    "rtx",
+    "cpu",
+)  # whose rates are known, by the start of a card's name
+OTHER_CARDS, CPU = "other cards", "cpu"
+BY_KERNEL = ("nf4", "nf4-double")
+HOPPER = ("h100-96", "h100", "h200")
 IMBALANCE = constant("experts", "imbalance")
-DECODED = constant("bases", "decoded")
 PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
 
 
@@ -52,6 +63,10 @@ class Kernels:
     rest_passes     over what is kept for the backward
     flash_backward  of flash attention, of its forward
     launch          seconds per kernel, where the device waits for the host
+    dispatch        seconds in which the host launches a kernel, where each is launched by itself
+    decoded         bytes that are moved for each weight that is decoded before a product, by torch's operators
+    decoded_nf4     the same by bitsandbytes' kernel, which decodes nf4 on a card
+    counted         passes over memory and launches are as a trace has counted them
     fp8             matrix products in 8 bits over those in 16, quantising included
     odd_head        eager attention whose heads are not a multiple of 8 misses the tensor cores
     hopper          flash attention by kernels written for Hopper, over those that were not
@@ -62,16 +77,21 @@ class Kernels:
     rest_passes: float
     flash_backward: float
     launch: float
+    dispatch: float
+    decoded: float
+    decoded_nf4: float
     fp8: float
     odd_head: float
     hopper: float
     cards: Mapping[str, CardRates]
+    counted: bool = True
 
     @classmethod
     def of(cls, values: Values = VALUES) -> Kernels:
         """Read the constants."""
         cards = {name: CardRates(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
-        return cls(cards=cards, **of_system("kernels", values))
+        numbers: dict[str, Any] = of_system("kernels", values)
+        return cls(cards=cards, **numbers)
 
     def for_hopper(self) -> Kernels:
         """Return the constants where attention's kernels are those that were written for Hopper."""
@@ -95,12 +115,16 @@ class Work(NamedTuple):
     backward: float
 
 
+NO_WORK = Work(0.0, 0.0)
+
+
 class PartWork(NamedTuple):
     """Seconds of one micro-batch through a part on one rank, by kind of kernel."""
 
     matrices: Work
     attention: Work
     rest: Work
+    host: Work = NO_WORK
 
     @property
     def forward(self) -> float:
@@ -267,13 +291,18 @@ class _Run(NamedTuple):
     speed: float
     narrow: float
     kernels: Kernels
+    compiled: bool
+    decoded: float
 
 
 def _run(
     model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float, kernels: Kernels, busy: float
 ) -> _Run:
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
-    return _Run(plan.tokens(model.length), Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels)
+    tokens = plan.tokens(model.length)
+    by_kernel = plan.quantize in BY_KERNEL and cluster.gpu.name != CPU
+    decoded = kernels.decoded_nf4 if by_kernel else kernels.decoded
+    return _Run(tokens, Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels, plan.compile, decoded)
 
 
 @lru_cache(maxsize=1024)
@@ -285,13 +314,13 @@ def _works(model: ModelSpec, run: _Run) -> tuple[PartWork, ...]:
 
 @lru_cache(maxsize=4096)
 def _part_work(shape: Shape, run: _Run) -> PartWork:
-    tokens, by, gpu, speed, narrow, kernels = run
+    tokens, by, gpu, speed, narrow, kernels, compiled, decoded = run
     rates, tp = kernels.rates_of(gpu), by.tp
     operations = shape.dispatched if by.sources and shape.dispatched is not None else shape.operations
     bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
     routed = 0.0 if shape.stack is None else 2.0 * shape.stack.share * shape.stack.elements
     dense = operations.matrices - routed
-    reached = _Products(narrow * peak, bandwidth, kernels.launch, gpu.half)
+    reached = _Products(narrow * peak, bandwidth, kernels.launch, gpu.half, decoded)
     matrices = _matrices(shape, dense, tokens, tp, reached)
     if shape.stack is not None:
         experts = _experts(shape.stack, routed * tokens, by, reached)
@@ -308,44 +337,56 @@ def _part_work(shape: Shape, run: _Run) -> PartWork:
     attention = Work(attention.forward + moved, attention.backward + 2 * moved)
     whole = operations.kept_whole / (tp if by.sequence_parallel else 1)
     kept = (operations.kept_cut - operations.attention) / tp + whole
-    rest = kernels.rest_passes * kept * tokens / bandwidth
-    return PartWork(matrices, attention, Work(rest, rest))
+    rest = Work(*[kernels.rest_passes * kept * tokens / bandwidth] * 2)
+    if not kernels.counted or compiled or not any(operations.launches):
+        return PartWork(matrices, attention, rest)
+    divided = operations.kept_cut / tp + whole
+    share = divided / (operations.kept_cut + operations.kept_whole) if divided else 1 / tp
+    rest = Work(*(passed * share * tokens / bandwidth for passed in operations.passed))
+    device = PartWork(matrices, attention, rest)
+    launching = [kernels.dispatch * count for count in operations.launches]
+    waits = (max(0.0, a - b) for a, b in zip(launching, (device.forward, device.backward), strict=True))
+    return device._replace(host=Work(*waits))
 
 
 class _Products(NamedTuple):
     """Bounds the time of matrix products: by operations and bytes per second, a kernel's launch, and small sides.
 
-    half  the side of a square product at which a card reaches half of `peak`
+    half     the side of a square product at which a card reaches half of `peak`
+    decoded  bytes moved for each weight that is decoded
     """
 
     peak: float
     bandwidth: float
     launch: float
     half: float
+    decoded: float
 
 
 def _experts(stack: Stack, flops: float, by: Divided, rates: _Products) -> Work:
     """Time the products of a layer's experts: every rank reads its own once for each source of rows."""
-    peak, bandwidth, launch, _ = rates  # how many rows an expert gets is a router's to say, so none is called small
+    peak, bandwidth, launch, _, decoded = (
+        rates  # how many rows an expert gets is a router's to say, so none is called small
+    )
     tp = by.tp if stack.cut and not by.sources else 1
     read = 2.0 * stack.elements / tp * max(1, by.sources) / by.ep
     busy = by.busy if by.ep > 1 else 1.0
     forward = busy * flops / tp / peak + read / bandwidth + PRODUCTS * max(1, by.sources) * launch
     if stack.packed:  # a backward runs the forward again
-        forward += DECODED * stack.packed / tp / by.ep * max(1, by.sources) / bandwidth
+        forward += decoded * stack.packed / tp / by.ep * max(1, by.sources) / bandwidth
         return Work(forward, 2 * forward)
     return Work(forward, forward * (2 if stack.trainable else 1))
 
 
 def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: _Products) -> Work:
     """Time all products with weights; `dense` operations beyond these (convolutions) run at the same rate."""
-    peak, bandwidth, launch, half = rates
+    peak, bandwidth, launch, half, decoded = rates
     forward = backward = counted = 0.0
     for (rows, columns), cut, trainable, packed, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
         reached = peak / (1 + half / min(tokens, n, k))
         seconds = 2.0 * tokens * n * k / reached + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + launch
-        seconds += DECODED * n * k / bandwidth if packed else 0.0
+        seconds += decoded * n * k / bandwidth if packed else 0.0
         forward += many * seconds
         backward += many * seconds * (2 if trainable else 1)
         counted += many * 2.0 * rows * columns
@@ -358,4 +399,5 @@ def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: _Products
 def total(works: Iterable[PartWork]) -> PartWork:
     """Sum parts that run one after the other."""
     listed = list(works)
-    return PartWork(*(Work(sum(w[i].forward for w in listed), sum(w[i].backward for w in listed)) for i in range(3)))
+    kinds = zip(*listed, strict=True) if listed else [()] * len(PartWork._fields)
+    return PartWork(*(Work(sum(w.forward for w in kind), sum(w.backward for w in kind)) for kind in kinds))

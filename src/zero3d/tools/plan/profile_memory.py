@@ -7,16 +7,22 @@
     reserved     spare x the sum; device: and CUDA's context, and NCCL's communicators
 
 In flight under 1F1B: min(m, p - rank); interleaved as many layers more as Korthikanti's 1 + (p - 1)/(p v) says.
+
+Of systems that train adapters on a model of transformers, `traced_memory`: the engine's own arithmetic on a trace, and
+what such a system has beside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from zero3d.activations.policy import recompute_arithmetic
+from zero3d.tools.plan.decided import policy_of
 from zero3d.tools.plan.formulas import interleave_factor
 from zero3d.tools.plan.inputs import on_host
 from zero3d.tools.plan.kernels import digest
+from zero3d.tools.plan.memory import instants, memory as engine_memory
 from zero3d.tools.plan.profiles import Profile
 from zero3d.tools.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.tools.plan.time import part_indices
@@ -43,6 +49,30 @@ def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, s
     )
 
 
+def traced_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
+    """Compute the bytes of a system whose model is traced: the engine's, and what this system has beside them."""
+    plan, tokens = plan.replace(tiled_loss=False), plan.tokens(model.length)
+    found, more = engine_memory(model, plan, cluster), system.loss_more * tokens * model.vocab
+    peaks = [
+        (parts | ({"loss": more} if "loss" in name and more else {}), name) for name, parts in instants(model, plan)
+    ]
+    parts, instant = max(peaks, key=lambda peak: sum(peak[0].values()))
+    if system.packed_input and plan.activations == "none":
+        parts["inputs"] = system.packed_input * tokens * _packed_inputs(model)
+    if policy_of(plan).gathers and plan.dp > 1:
+        parts["gathered"] = max(system.live, parts.get("gathered", 0.0))
+    most, outside = sum(parts.values()), system.context + _communicators(plan) * system.communicator
+    reserved = min(system.spare * most, max(cluster.gpu.memory - outside, system.tight * most))
+    device = reserved + outside
+    return replace(found, allocated=most, reserved=reserved, device=device, instant=instant, parts=parts)
+
+
+def _packed_inputs(model: ModelSpec) -> int:
+    """Return a token's elements in the inputs of all layers in few bits."""
+    weights = (weight for part in model.parts for unit in part.units for weight in unit.weights)
+    return sum(weight.matrix[-1] for weight in weights if weight.matrix is not None)
+
+
 def _communicators(plan: ParallelPlan) -> int:
     """Count a rank's communicators: of all ranks, of each axis, and of tp and pp together, where there are several."""
     sizes = plan.world, plan.dp, plan.tp, plan.pp
@@ -61,6 +91,8 @@ def _rank_bytes(
     trainable = numel * known.trainable / known.params
     weight, gradient, optimizer = system.rates(plan)
     states = numel * weight + trainable * (gradient + (optimizer if plan.offload.optimizer == "none" else 0.0))
+    if plan.accumulate > 1 and plan.dp > 1:
+        states += trainable * system.sums_whole
     blocks = [part for part in parts if part.kind == "block"]
     tokens = plan.micro_batch * model.length
     flight = float(min(plan.accumulate, plan.pp - rank) if plan.schedule != "gpipe" else plan.accumulate)
@@ -76,7 +108,8 @@ def _rank_bytes(
     heads = [part.operations for part in parts if part.kind == "head"]
     if heads:
         beyond = system.loss_over_tp * model.vocab if plan.tp > 1 else 0.0
-        nbytes["logits"] = tokens * sum((head.kept_cut + head.transient + beyond) / plan.tp for head in heads)
+        parts_of = 1 if system.whole_logits else plan.tp
+        nbytes["logits"] = tokens * sum((head.kept_cut + head.transient + beyond) / parts_of for head in heads)
         nbytes["transient"] = 0.0
     return nbytes
 

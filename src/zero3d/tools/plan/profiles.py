@@ -3,7 +3,7 @@
     system               bytes per parameter, d data-parallel ranks
     -------------------  -----------------------------------------------------------------------------------------
     megatron             18; distributed optimizer (stage 1) 6 + 12/d
-    megatron-core        the same; hides most of tp and dp
+    megatron-core        the same; hides most of tp and dp, and of experts' rows; all experts get as many by force
     deepspeed            stages 0-3: 20, 4 + 16/d, 2 + 18/d, 20/d: 16 and an fp32 copy of gradients; + 4 if
                          accumulated in fp32
     megatron-deepspeed   the same
@@ -11,7 +11,14 @@
     torchtitan           16/d, bf16 copies of two units; in pipelines whole weights and gradients
     torchtitan-async-tp  the same; tp's all-reduces run beside products
     automodel            the same; a token's experts are neighbours by force (benchmarks)
+    kempnerforge         8/d, all in bf16, and whole gradients in fp32 while several micro-batches are summed;
+                         every tp rank has all logits
     nanotron             18; ZeRO-1 6 + 12/d
+    peft                 the engine's arithmetic, on a trace: Trainer with PEFT, of adapters on a frozen base
+    peft-gptq            the same on a base in GPTQ's 4 bits, in fp16 without autocast
+    peft-zero3           the same over DeepSpeed's stage 3, which keeps gathered weights for their next use
+    fsdp-qlora           the same over FSDP, whose loss copies its logits
+    litgpt               the same; layers in 4 bits keep their inputs
 
 What a system does by design stands in DESIGNS; numbers that were fitted, and on which rows, in constants.py.
 """
@@ -40,12 +47,20 @@ class Profile:
     loss_over_tp                 bytes per logit of a loss over tp, beyond those that any loss has
     every_other                  "selective" keeps a block's input, outputs of every second product, and attention's;
                                  else all but attention's scores
+    whole_logits                 every tp rank has the logits of all tokens of the vocabulary
+    sums_whole                   bytes per parameter of gradients that are summed whole over a step's micro-batches
     spare                        reserved over live bytes
     context, communicator        bytes that no allocator sees: of CUDA, and of NCCL for each communicator
     buffers                      bytes of communication buckets
     units                        gathered at a time at stage 3
     for_hopper                   on a Hopper card its attention is cuDNN's
     pace                         of its time
+    tight                        the least reserved over live bytes: a full device lets go of what is not live
+    traced                       its activations and states are what the engine's arithmetic makes of a trace
+    loss_more                    bytes per logit beside those of a loss that takes them in fp32, without a copy
+    packed_input                 bytes per element that a layer in few bits keeps of its input, if nothing is recomputed
+    decoded                      bytes moved for each weight that is decoded; 0: as zero3d does
+    live                         at stage 3, bytes of gathered weights that are kept for their next use
     """
 
     name: str
@@ -63,6 +78,14 @@ class Profile:
     units: int = 2
     for_hopper: bool = False
     keeps_in_pipelines: bool = False
+    sums_whole: float = 0.0
+    whole_logits: bool = False
+    tight: float = 1.0
+    traced: bool = False
+    loss_more: float = 0.0
+    packed_input: float = 0.0
+    live: float = 0.0
+    decoded: float = 0.0
 
     def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
         """Return the bytes per parameter on one rank: weight, gradient, optimizer."""
@@ -80,14 +103,20 @@ PLAIN, WAITS = Pace({}), Pace({}, blocking=True)
 DESIGNS = (
     Profile("zero3d", 2, 4, 12, Pace({}, as_zero3d=True)),
     Profile("megatron", 2, 4, 12, WAITS),
-    Profile("megatron-core", 2, 4, 12, PLAIN, for_hopper=True),
+    Profile("megatron-core", 2, 4, 12, Pace({}, balanced=True), for_hopper=True),
     Profile("deepspeed", 2, 2, 16, PLAIN),
     Profile("megatron-deepspeed", 2, 2, 16, replace(WAITS, cut=Cut(filled=True))),
     Profile("deepspeed-0.3", 2, 2, 12, PLAIN),
     Profile("torchtitan", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True, every_other=True),
     Profile("torchtitan-async-tp", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True, every_other=True),
     Profile("automodel", 2, 4, 8, Pace({}, forced=True), shard_weight=4, keeps_in_pipelines=True, for_hopper=True),
+    Profile("kempnerforge", 2, 2, 4, PLAIN, whole_logits=True),
     Profile("nanotron", 2, 4, 12, Pace({}, all_sum=True, cut=Cut(head=None))),
+    Profile("peft", 2, 4, 12, PLAIN, traced=True),
+    Profile("peft-gptq", 2, 4, 12, PLAIN, traced=True),
+    Profile("peft-zero3", 2, 4, 12, PLAIN, traced=True),
+    Profile("fsdp-qlora", 2, 4, 12, PLAIN, traced=True),
+    Profile("litgpt", 2, 4, 12, PLAIN, traced=True),
 )
 SPEED = "speed "
 
@@ -107,6 +136,8 @@ def profiles(values: Values = VALUES) -> dict[str, Profile]:
 def _fitted(design: Profile, shared: dict[str, Any], values: dict[str, Any], kernels: Kernels) -> Profile:
     """Put a system's constants into its design's fields of their names; "speed a100" is one entry of speed."""
     values = {**shared, **values}
+    if "decoded" in values:
+        kernels = replace(kernels, decoded=values["decoded"], decoded_nf4=values["decoded"])
     speed = {name.removeprefix(SPEED): number for name, number in values.items() if name.startswith(SPEED)}
     pace, bytes_ = (
         {field.name: values[field.name] for field in fields(part) if field.name in values}

@@ -41,7 +41,7 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
     *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "sp_mixers", "tiled_loss"),
-    *("gather_wire", "second_shard", "shard", "slow_wire", "slow_rounding"),
+    *("gather_wire", "second_shard", "shard", "slow_wire", "slow_rounding", "compile"),
 )
 
 
@@ -142,6 +142,8 @@ class Operations:
     over_tp    what holds where tp > 1, if that is not this divided
     fused      what holds at tp 1 and sp 1, where one kernel does all of a mixer behind in_proj (mixers.py)
     moved      bytes that kernels of mixers read and write in a forward (mixers.py); tp divides them
+    launches   kernels of a forward, and of a backward, where each is launched by itself; 0: not counted
+    passed     bytes that those of them read and write which are no products; 0: not counted
     """
 
     matrices: float
@@ -157,6 +159,8 @@ class Operations:
     over_tp: Operations | None = None
     fused: Operations | None = None
     moved: float = 0.0
+    launches: tuple[float, float] = (0.0, 0.0)
+    passed: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -376,6 +380,8 @@ class ClusterSpec:
     disk            bytes per second and node, read and written in turns
     step            what steps were measured to take beside; None: the planner's constants
     communicator    bytes of one of NCCL's communicators; None: the planner's constant
+    spread          share by which a step may take less or more than planned, where steps were measured here; None: the
+                    planner's constants
     provenance      field name -> measured | datasheet | user
     """
 
@@ -390,6 +396,7 @@ class ClusterSpec:
     host_bandwidth: float = 100e9
     step: MeasuredStep | None = None
     communicator: float | None = None
+    spread: float | None = None
     provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def figure(self, said: Figure) -> float:
@@ -428,6 +435,7 @@ class ParallelPlan(Spec):
     virtual        model chunks per rank of a pipeline
     tiled_loss     the loss is computed tile by tile, without logits of the whole vocabulary (train.tiled_loss); auto:
                    as `footprint.tiles_loss` says
+    compile        blocks are compiled, so that what is between products runs in few kernels (train.compile)
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     """
 
@@ -438,6 +446,7 @@ class ParallelPlan(Spec):
     accumulate: int = 1
     virtual: int = 1
     tiled_loss: bool | str = False
+    compile: bool = False
     asynchronous_saves: bool = False
 
     def __init__(self, **settings: Any) -> None:

@@ -93,6 +93,7 @@ class Pace:
 
     speed      of its kernels, of the card's rates; 1 unless fitted. By the start of a card's name
     hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
+    slow_tp    seconds of tp's all-reduces, of those that links take: each is waited for by a host that launches it
     hide_tp    fraction of tp's all-reduces that runs beside products
     unit_hops  at stage 3, gathers per unit and pass (1: a unit travels as one; 12: each parameter of its own)
     bucket     gradients that are reduced together, a unit's if that has fewer
@@ -100,6 +101,8 @@ class Pace:
     block      seconds per block and micro-batch that the host adds: synchronising, checkpointing
     blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
     again      of the blocks' forward, what "selective" runs again; None: attention alone
+    balanced   by force all experts get equally many rows
+    hide_ep    fraction of rows' ways to their experts and back that runs beside products
     forced     by force all experts get equally many rows, a token's being neighbours: its row goes to their node once
     cut        how its pipelines are cut
     update     seconds of an update, of those that the bytes of its states take
@@ -113,12 +116,15 @@ class Pace:
     speed: dict[str, float] = field(hash=False)
     hide_dp: float = 0.0
     hide_tp: float = 0.0
+    slow_tp: float = 1.0
     unit_hops: float = 1.0
     bucket: float = inf
     all_sum: bool = False
     block: float = 0.0
     blocking: bool = False
     again: float | None = None
+    balanced: bool = False
+    hide_ep: float = 0.0
     forced: bool = False
     cut: Cut = EVENLY
     update: float = 1.0
@@ -209,7 +215,8 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     if waits := straggling(plan, cluster):
         parts["stragglers"] = waits * sum(parts.values())
     mid = sum(parts.values())
-    return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+    low, high = UNCERTAIN if cluster.spread is None else (1 - cluster.spread, 1 + cluster.spread)
+    return Seconds(low * mid, mid, high * mid, parts)
 
 
 def straggling(plan: ParallelPlan, cluster: ClusterSpec) -> float:
@@ -222,7 +229,7 @@ def straggling(plan: ParallelPlan, cluster: ClusterSpec) -> float:
 def _measured(pace: Pace, step: MeasuredStep) -> Pace:
     """Return the pace with what a machine's own steps took in place of its constants."""
     found = asdict(step)
-    kernels = replace(pace.kernels, rest_passes=found.pop("rest_passes"))
+    kernels = replace(pace.kernels, rest_passes=found.pop("rest_passes"), counted=False)
     return replace(pace, kernels=kernels, **found)
 
 
@@ -261,7 +268,7 @@ def _passes(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pa
     """Time the forwards and backwards of a step. plan: a `_computing_key`."""
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
-    busy = 1.0 if pace.forced else IMBALANCE
+    busy = 1.0 if pace.forced or pace.balanced else IMBALANCE
     of_parts = works(model, plan, cluster, speed, pace.kernels, busy)
     cut = dealt(model, plan.pp, plan.virtual, pace.cut)
     timed = {
@@ -310,7 +317,8 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
     if tiles_loss(step.model, step.plan):  # a tile's logits are made again
         recompute += sum(w.matrices.forward for shape, w in inside if shape.kind == "head")
-    tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
+    seen = step.pace.slow_tp * (1 - step.pace.hide_tp)
+    tp = seen * reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster)
     again = 0.5 if step.pace.as_zero3d else 1.0
     passes = 2 + again if policy.kind in ("full", "every") else 2
     whole_experts = sum(shape.stack is not None for shape, _ in inside) if step.plan.dispatches else 0
@@ -340,7 +348,7 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
         "experts": 2 * sent + repeated,
         "sp": 2 * shared + shared_again + losses,
         "tp": passes * exposed + 2 * ends + partial,
-        "host": host,
+        "host": host + work.host.forward + work.host.backward,
         "inputs": sum(late),
     }
 
@@ -355,7 +363,8 @@ def _rows(step: _Step) -> float:
     if step.pace.forced:
         reached = ceil(step.model.chosen * plan.ep / step.model.experts)
         return counts + 2 * neighbours_seconds(rows, reached, group, step.cluster)
-    return counts + 2 * exchange_seconds(IMBALANCE * rows * step.model.chosen, group, step.cluster)
+    busy = 1.0 if step.pace.balanced else IMBALANCE
+    return counts + (1 - step.pace.hide_ep) * 2 * exchange_seconds(busy * rows * step.model.chosen, group, step.cluster)
 
 
 def _mixing_seconds(step: _Step, block: Shape) -> float:

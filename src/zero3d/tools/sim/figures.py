@@ -50,7 +50,7 @@ from zero3d.tools.sim.card_autocast import lists_of_cards
 from zero3d.tools.sim.images import Images
 from zero3d.tools.sim.live import StorageTracker
 from zero3d.tools.sim.mixer_kernels import as_kernels
-from zero3d.tools.sim.patches import around, replaced, without_values
+from zero3d.tools.sim.patches import around, dropout_of_cards, replaced, without_values
 from zero3d.tools.sim.stand_ins import SilentAxis, empty_like
 from zero3d.tools.sim.units import RUN, PartNames, config_of
 from zero3d.train.setup.losses import next_token_loss
@@ -70,6 +70,8 @@ class Figures:
                every event of its backward (the head: of its forward, too)
     convolutions, scans  of hybrids, as mesh.sp would share them out
     moved      bytes that kernels of mixers read and write in its forward
+    launches   kernels of its forward, and of its backward, where each is launched by itself
+    passed     bytes that those of them read and write which are no products
     """
 
     kept: float
@@ -81,6 +83,8 @@ class Figures:
     convolutions: tuple[Halo, ...] = ()
     scans: tuple[Scanned, ...] = ()
     moved: float = 0.0
+    launches: tuple[float, float] = (0.0, 0.0)
+    passed: tuple[float, float] = (0.0, 0.0)
 
 
 class OutputForms(dict[int, bool]):
@@ -200,7 +204,8 @@ def measure(
             compute_in_autocast({0: run}, 0, "cpu", RUN)
         mixing = during(Told(shared=recorder.mix)) if mixers(run) and not fused else nullcontext()
         lists = nullcontext() if autocast in (None, "cpu") else lists_of_cards()
-        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=not fused), mixing, lists:
+        drops = dropout_of_cards() if kernels else nullcontext()
+        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=not fused), mixing, lists, drops:
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
@@ -285,8 +290,9 @@ class _Recorder:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        begun = len(self._live.events)
+        begun, self._live.decoding = len(self._live.events), True
         yield
+        self._live.decoding = False
         self._decoded |= {number for change, number in self._live.events[begun:] if change > 0}
 
     def part_from_head(self, model: nn.Module) -> None:
@@ -357,7 +363,23 @@ class _Recorder:
             tuple(each for each in self._mixed[part] if isinstance(each, Halo)),
             tuple(each for each in self._mixed[part] if isinstance(each, Scanned)),
             sum(n for at, n in self._live.moved if begin <= at < end),
+            *self._launches((begin, end), self._backward_of(part)),
         )
+
+    def _launches(self, *passes: tuple[int, int]) -> Iterator[tuple[float, float]]:
+        """Yield kernels, and the bytes that they pass over, each of a forward and a backward."""
+        inside = [[n for at, n in self._live.launches if begin <= at < end] for begin, end in passes]
+        yield float(len(inside[0])), float(len(inside[1]))
+        yield sum(inside[0]), sum(inside[1])
+
+    def _backward_of(self, part: Any) -> tuple[int, int]:
+        marks, over = self._live.marks, self._live.marks["end",]
+        if part == EMBEDDING:
+            return marks.get(("B", self._kinds[0], "end"), over), over
+        if part == HEAD:
+            return marks["B", HEAD, "begin"], marks.get(("B", self._kinds[-1], "begin"), over)
+        begin, end = (marks.get(("B", part, edge), over) for edge in ("begin", "end"))
+        return begin, end
 
     def _forward_of(self, part: Any) -> tuple[int, int]:
         marks = self._live.marks

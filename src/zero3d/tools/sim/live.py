@@ -12,13 +12,21 @@ import weakref
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero3d.tools.sim.flops import FORMULAS
 
+ATEN = torch.ops.aten
+FREE = frozenset((ATEN.empty, ATEN.empty_like, ATEN.new_empty, ATEN.empty_strided, ATEN.detach, ATEN.lift_fresh))
+LOOKUPS = frozenset((ATEN.embedding, ATEN.index_select, ATEN.gather))
 SCORES = ("attention", "bmm", "mixer_products")  # in the names of operators whose factors are both activations
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -29,6 +37,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     shapes    number of a storage -> shape of the tensor it was made for
     flops     (instant, operations, whether they are attention's scores)
     moved     (instant, bytes that kernels of mixers read and write)
+    launches  (instant, bytes that a kernel reads and writes; 0 for a product, and for what decodes weights)
+    decoding  kernels decode weights now, whose bytes do not follow the tokens
     """
 
     def __init__(self) -> None:
@@ -38,6 +48,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.flops: list[tuple[int, float, bool]] = []
         self.moved: list[tuple[int, float]] = []
+        self.launches: list[tuple[int, float]] = []
+        self.decoding = False
         self._numbers: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
 
@@ -58,6 +70,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._count_flops(func, args, kwargs or {}, out)
+        self._count_launch(func, (args, kwargs), out)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 self._follow(t)
@@ -77,6 +90,19 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._numbers.get(key) == number:
             del self._numbers[key], self._refs[key]
         self.events.append((-size, number))
+
+    def _count_launch(self, func: Any, given: Any, out: Any) -> None:
+        """Count a kernel: what makes values runs one, a view or memory without values does not."""
+        packet, (read, made) = func._overloadpacket, (_tensors(given), _tensors(out))
+        there = {t.untyped_storage()._cdata for t in read}
+        new = any(t.untyped_storage()._cdata not in there for t in made)
+        if packet in FREE or not (new or (made and func._schema.is_mutable)):
+            return
+        if self.decoding or packet in FORMULAS:
+            nbytes = 0
+        else:  # of a table, rows are read
+            nbytes = sum(t.nbytes for t in (made if packet in LOOKUPS else read)) + sum(t.nbytes for t in made)
+        self.launches.append((len(self.events), float(nbytes)))
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         formula = FORMULAS.get(func._overloadpacket)

@@ -322,6 +322,8 @@ def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) 
         *solve(one.kept, None if other is None else other.kept),
         attention=tp * one.attention / length,
         moved=tp * one.moved / length,
+        launches=one.launches,
+        passed=(one.passed[0] / length, one.passed[1] / length),
         input=one.entering / length,
         transient=most.cut + most.whole,
         instants=tuple(instants),

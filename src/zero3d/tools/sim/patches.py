@@ -9,6 +9,8 @@ nothing can be passed to, and one constant of ours:
     PipelineStage's votes, _batch_p2p     they read values; they let go of tensors            `standing_in`
     transformers' packed sequences        reads values of positions                           `without_values`
     its checks of images and their tokens read values of ids                                  `without_values`
+    functional.dropout                    on a card one kernel, which keeps a byte an    `dropout_of_cards`
+                                          element; on a CPU four, which keep the noise
     scratch.IN_CACHE                      what is done at once is said of a tensor's own      `standing_in`
                                           device, which here is a CPU for an accelerator: a mesh that says otherwise
                                           would have to go along with every tensor that is cast
@@ -55,6 +57,17 @@ def hear_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[No
         return result
 
     with replaced(torch.UntypedStorage, "resize_", heard):
+        yield
+
+
+@contextmanager
+def dropout_of_cards() -> Iterator[None]:
+    """Run dropout inside the block as a card does."""
+
+    def dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+    with replaced(torch.nn.functional, "dropout", dropped):
         yield
 
 
