@@ -15,15 +15,11 @@ from io import StringIO
 from typing import Any
 
 from figures_measured import results, table
-from planner_accuracy import labels_text, ranking_text
-from planner_constants import JUDGING
 from recorded import load
 
 from zero3d.spec.tiers import DEVICE
 from zero3d.tools.cli.main import main as zero3d
 from zero3d.tools.doctor.table import PROBES
-from zero3d.tools.plan.constants import CONSTANTS, Constant, Key
-from zero3d.tools.plan.profiles import PROFILES
 from zero3d.train.tables import shown
 
 MB, GB = 1e6, 1e9
@@ -212,109 +208,6 @@ def states_72b() -> str:
     return table(head, rows)
 
 
-# --- the planner's errors and constants ---------------------------------------------------------
-
-
-def accuracy() -> str:
-    """Errors by set: of the constants as fitted, and of those that saw none of the set's rows."""
-    [run] = results("planner-accuracy")
-    rows = [
-        [s["set"], s["kind"], f"{s['rows']}", *_errors(s), *_errors(s["left_out"]), _told(s)] for s in run["scores"]
-    ]
-    head = ["set", "what", "rows", "mean", "p90", "worst", "left out: mean", "p90", "worst", "labels, ranking"]
-    return table(head, rows)
-
-
-def _errors(s: Mapping[str, Any] | None) -> list[str]:
-    if s is None or s["kind"] == "fits":
-        return ["", "", ""]
-    return [f"{100 * s[name]:.1f} %" for name in ("mean", "p90", "worst")]
-
-
-def _told(s: Mapping[str, Any]) -> str:
-    if s["kind"] == "fits":
-        other = f"; left out: {labels_text(s['left_out'])}" if s["left_out"] else ""
-        return labels_text(s) + other
-    return ranking_text(s) if "tau" in s else ""
-
-
-LIMITS = {"memory": {"mean": 0.12, "p90": 0.20}, "time": {"mean": 0.10, "worst": 0.25}}
-SHOWN_ONLY = "(no gate)"  # sets with that in their name judge nothing
-
-
-def missed() -> str:
-    """The sentences that name every target that a set misses, fitted and left out."""
-    [run] = results("planner-accuracy")
-    told = [s for s in run["scores"] if s["kind"] in LIMITS and SHOWN_ONLY not in s["set"]]
-    fitted = [miss for s in told for miss in _misses(s, s)]
-    without = [miss for s in told if s["left_out"] for miss in _misses(s, s["left_out"])]
-    saw = sum(s["left_out"] is not None for s in told)
-    return (
-        f"Targets: mean error {100 * LIMITS['memory']['mean']:.0f} % and p90 {100 * LIMITS['memory']['p90']:.0f} % of "
-        f"memory, mean {100 * LIMITS['time']['mean']:.0f} % and worst {100 * LIMITS['time']['worst']:.0f} % of time. "
-        f"Missed by fitted constants: {'; '.join(fitted)}. Missed with the set left out, of the {saw} on which "
-        f"something was fitted: {'; '.join(without)}."
-    )
-
-
-def _misses(s: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    over = [f"{name} {100 * found[name]:.1f} %" for name, limit in LIMITS[s["kind"]].items() if found[name] > limit]
-    return [f"{s['set']} {s['kind']} ({', '.join(over)})"] if over else []
-
-
-def _accounts() -> dict[Key, Mapping[str, Any]]:
-    [run] = results("planner-accuracy")
-    return {(entry["system"], entry["name"]): entry for entry in run["constants"]}
-
-
-def constants() -> str:
-    """Every constant that `zero3d plan` and `plan.evaluate` use."""
-    return table(CONSTANT_HEAD, [_row(each, _accounts()) for each in CONSTANTS])
-
-
-def judging() -> str:
-    """Constants that serve to judge tables alone."""
-    return table(CONSTANT_HEAD, [_row(each, _accounts()) for each in JUDGING])
-
-
-CONSTANT_HEAD = ["system", "constant", "value", "", "fitted on (rows that it changes)", "without them"]
-
-
-def _row(each: Constant, accounts: Mapping[Key, Mapping[str, Any]]) -> list[str]:
-    begin = [each.system, each.name, _short(each.value), each.unit]
-    if each.lender:
-        return [*begin, f"{each.lender}'s", ""]
-    if not each.fitted_on:
-        return [*begin, f"no row: {each.source}", ""]
-    account = accounts.get(each.key)
-    if account is None:  # fitted since the recording
-        return [*begin, ", ".join(f"{rows.set} {rows.kind}" for rows in each.fitted_on), ""]
-    sets = list(account["without"])
-    rows = ", ".join(
-        f"{rows['set']} {rows['kind']}{': ' + rows['which'] if rows['which'] else ''} ({rows['count']})"
-        for rows in account["rows"]
-    )
-    if len(sets) == 1:
-        return [*begin, rows, f"{_short(each.default or 0.0)}, a system's without rows"]
-    return [*begin, rows, "; ".join(f"{account['without'][name]:.3g} without {name}" for name in sets)]
-
-
-def _short(value: float) -> str:
-    return f"{value / GB:g}e9" if value >= GB / 10 else f"{value:.3g}"
-
-
-def counts() -> str:
-    """The sentence that counts systems and constants."""
-    own = [each for each in CONSTANTS if each.fitted_on and not each.lender]
-    sets = {rows.set for each in own for rows in each.fitted_on}
-    alone = sum(len({rows.set for rows in each.fitted_on}) == 1 for each in own)
-    return (
-        f"{len(PROFILES) - 1} systems beside zero3d share {len(own)} fitted constants, which saw {len(sets)} sets; "
-        f"{alone} of them have rows in one set alone. zero3d has none of its own: what it hides of communication is "
-        f"torchtitan's. Judging tables takes {sum(bool(each.fitted_on) for each in JUDGING)} more."
-    )
-
-
 # --- instruments --------------------------------------------------------------------------------
 
 PHASES = ("forward", "backward", "step")
@@ -381,11 +274,6 @@ EXACT: dict[str, Callable[[], str]] = {
     "plan-llava": plan_llava,
     "plan-llava-job": plan_llava_job,
     "states-72b": states_72b,
-    "planner-accuracy": accuracy,
-    "planner-missed": missed,
-    "planner-counts": counts,
-    "planner-constants": constants,
-    "judging-constants": judging,
     "doctor": doctor,
     "launches": launches,
     "waits": waits,

@@ -31,6 +31,7 @@ from figures_faults import FAULTS
 from figures_gpu import GPU
 from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
+from figures_planner import PLANNER
 from figures_ran import RAN
 from figures_versions import DOCTORS, VERSIONS, doctors
 from figures_watched import WATCHED, draw_watched
@@ -54,6 +55,7 @@ TABLES = (
     | MEASURED
     | FAULTS
     | PEERS
+    | PLANNER
     | GPU
     | RAN
     | VERSIONS

@@ -24,7 +24,7 @@ from zero3d.tools.plan.network import (
 )
 from zero3d.tools.plan.profiles import SYSTEMS, profile
 from zero3d.tools.plan.shapes import gpt, llama, of_params
-from zero3d.tools.plan.spec import ClusterSpec, Gpu, Link, ModelSpec, Operations, Part, Unit, Weight
+from zero3d.tools.plan.spec import ClusterSpec, Gpu, Link, MeasuredStep, ModelSpec, Operations, Part, Unit, Weight
 from zero3d.tools.plan.states import with_algorithm
 from zero3d.tools.plan.time import SLOW, SLOWER, Cut, Pace, faster_reduction, part_indices, step_seconds
 
@@ -632,6 +632,66 @@ def test_packed_weights_are_decoded_before_every_product():
     block = replace(model.parts[0], units=(Unit("blocks", (weight,)),))
     found = milliseconds(replace(model, name="packed", parts=(block, block)))["matrices"]
     assert found == pytest.approx(3 * 2 * 2 * (9 + 22))
+
+
+def test_nf4_is_decoded_by_a_kernel_on_a_card_alone():
+    """5 bytes in the place of 22; of other formats, and on a CPU, torch's operators decode."""
+    weight = Weight("w", (500_000,), cut=None, trainable=False, matrix=(1000, 1000))
+    model = layers()
+    block = replace(model.parts[0], units=(Unit("blocks", (weight,)),))
+    packed = replace(model, name="packed", parts=(block, block))
+    on_cpu = replace(HOST, gpu=replace(CARD, name="cpu"))
+    for quantize, spec, nbytes in (("nf4", HOST, 5), ("nf4", on_cpu, 22), ("int8", HOST, 22)):
+        plan = ParallelPlan(quantize=quantize, accumulate=3)
+        found = step_seconds(packed, plan, spec, Pace({}, kernels=PLAIN)).parts["matrices"]
+        assert 1e3 * found == pytest.approx(3 * 2 * 2 * (9 + nbytes))
+
+
+# Kernels between products that pass over 30 and 40 kB a token: 30 and 40 ms of 1000 tokens, where compiled blocks take 12.
+COUNTED = replace(WORK, launches=(10.0, 20.0), passed=(30_000.0, 40_000.0))
+
+
+def counted(model, **operations):
+    block = replace(model.parts[0], operations=replace(COUNTED, **operations))
+    return replace(model, name=str(operations), parts=(block, block))
+
+
+def test_kernels_between_products_pass_over_what_a_trace_has_counted_unless_blocks_are_compiled():
+    eager, compiled = (milliseconds(counted(layers()), compile=compiled)["rest"] for compiled in (False, True))
+    assert (eager, compiled) == (pytest.approx(3 * 2 * (30 + 40)), pytest.approx(3 * 2 * (12 + 12)))
+    measured = replace(HOST, step=MeasuredStep(rest_passes=3.0))
+    found = step_seconds(
+        counted(layers()), ParallelPlan(accumulate=3), measured, Pace({}, kernels=PLAIN, as_zero3d=True)
+    )
+    assert 1e3 * found.parts["rest"] == pytest.approx(3 * 2 * (18 + 18))  # steps of this machine say how many passes
+
+
+def test_tp_and_slices_of_sequences_divide_what_kernels_pass_over():
+    """7 kB are kept beside scores and in all: 5 that tp divides, 2 that slices do."""
+    divided, sliced = (
+        milliseconds(counted(layers()), tp=2, sequence_parallel=slices)["rest"] for slices in (False, True)
+    )
+    assert divided == pytest.approx(3 * 2 * 70 * (5 / 2 + 2) / 7)
+    assert sliced == pytest.approx(3 * 2 * 70 / 2)
+
+
+def test_a_device_that_is_faster_than_its_host_waits_for_launches():
+    """A forward of 9 + 2 + 30 ms, and a backward of 18 + 5 + 40: of 5000 and 7000 kernels the host needs 50 and 70."""
+    found = milliseconds(counted(layers(), launches=(5000.0, 7000.0)))
+    assert found["host"] == pytest.approx(3 * 2 * ((50 - 41) + (70 - 63)))
+    again = milliseconds(counted(layers(), launches=(5000.0, 7000.0)), activations="full")
+    assert again["recompute"] == pytest.approx(3 * 2 * 50)
+    assert milliseconds(counted(layers(), launches=(5000.0, 7000.0)), compile=True)["host"] == 0
+    assert milliseconds(counted(layers()))["host"] == 0
+
+
+def test_the_range_of_a_step_narrows_where_steps_were_measured():
+    usual, narrowed = (
+        step_seconds(layers(), ParallelPlan(), replace(HOST, spread=spread), Pace({}, kernels=PLAIN))
+        for spread in (None, 0.1)
+    )
+    assert (usual.low, usual.high) == (pytest.approx(0.85 * usual.mid), pytest.approx(1.2 * usual.mid))
+    assert (narrowed.low, narrowed.high) == (pytest.approx(0.9 * usual.mid), pytest.approx(1.1 * usual.mid))
 
 
 def test_a_loss_in_tiles_makes_its_logits_again():

@@ -15,7 +15,9 @@ from zero3d.tools.plan.sequence import kept_more, sp_refused
 from zero3d.tools.plan.shapes import llama
 from zero3d.tools.plan.spec import ParallelPlan
 from zero3d.tools.sim.figures import HEAD, measure
+from zero3d.tools.sim.live import StorageTracker
 from zero3d.tools.sim.model_spec import outline, trace
+from zero3d.tools.sim.patches import dropout_of_cards
 from zero3d.tools.sim.units import find_part_names
 
 # Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.
@@ -207,3 +209,34 @@ def test_a_spec_says_whether_a_loss_can_be_computed_in_tiles():
     assert {name: outline(model, 8).tiles for name, model in models.items()} == {
         "llama": True, "head": False, "q": True, "net": False,
     }  # fmt: skip
+
+
+class Half(nn.Module):
+    """Rows by a matrix, with dropout before and a function behind: three kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.linear = nn.Dropout(0.1), nn.Linear(64, 64, bias=False)
+
+    def forward(self, hidden):
+        return torch.relu(self.linear(self.drop(hidden)).view(hidden.shape))
+
+
+def test_kernels_and_their_bytes_are_counted_and_views_are_not():
+    """In bf16, an element of 64 read and written: dropout 2, 2 and a byte of its mask, a product, relu 2 and 2."""
+    module, hidden = Half().bfloat16(), torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    with StorageTracker() as live, dropout_of_cards():
+        out = module(hidden)
+        forward = list(live.launches)
+        out.sum().backward()
+    assert [nbytes for _, nbytes in forward] == [8 * 64 * 5, 0.0, 8 * 64 * 4]
+    assert len(live.launches) > len(forward)
+
+
+def test_a_block_is_launched_kernel_by_kernel_and_adapters_add_theirs():
+    plain = trace(tiny("llama"), 32)
+    adapted = trace(add_adapters(Opened(tiny("llama"), None), lora_of("r=4"), seed=0).module, 32)
+    one, other = plain.blocks[0].operations, adapted.blocks[0].operations
+    assert 20 < one.launches[0] < other.launches[0]
+    assert one.passed[0] < other.passed[0]
+    assert min(*one.passed, *other.passed, one.launches[1], other.launches[1]) > 0

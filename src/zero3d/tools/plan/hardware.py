@@ -27,7 +27,7 @@ from zero3d.tools.plan.spec import ClusterSpec, Gpu, Link
 from zero3d.tools.plan.spec_json import from_json, to_json
 
 GIB, GB, TFLOP = 2.0**30, 1e9, 1e12
-SHARES = ("spread", "step.hide_dp",)  # fields of a cluster that cannot be above 1
+SHARES = ("spread", "step.hide_dp")  # fields of a cluster that cannot be above 1
 
 
 @dataclass(frozen=True)

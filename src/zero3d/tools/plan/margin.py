@@ -4,8 +4,9 @@
     |--------------------|----------------------|--- left ---|
     planned x (1 - m)                  planned x (1 + m)
 
-A plan fits where `high` does. m is of the kind of run: of nine in ten published runs of this kind, predicted by
-constants that saw none of their source, memory is at most m above the plan (constants.py). A caller may say another m.
+A plan fits where `high` does. m is of the kind of run: of nine in ten published runs of this kind (of all, where they
+are few), predicted by constants that saw none of their source, memory is at most m above the plan (constants.py). A
+caller may say another m.
 
     full     all is trained
     lora     little is trained beside frozen weights in 16 bits
