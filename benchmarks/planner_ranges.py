@@ -43,7 +43,7 @@ def _ninth(values: Sequence[float]) -> float:
 
 
 def apart_of(points: Iterable[Point]) -> float | None:
-    """Return the difference of planned seconds from which on 19 of 20 pairs are ranked as they ran; None: there is none.
+    """Return the difference of planned seconds from which on 19 of 20 pairs are ranked as they ran; None: none.
 
     Pairs are of runs of one model in one set, whose published seconds differ by more than repeats do.
     """

@@ -212,9 +212,9 @@ _NINE = "9 of 10 published measurements lie within it, predicted without their s
 _ALL = "all published measurements lie within it, which are few, predicted without their source"
 _MARGINS = (
     ("full", 0.11, _NINE),
-    ("lora", 0.14, _ALL),
+    ("lora", 0.13, _ALL),
     ("qlora", 0.13, _ALL),
-    ("offload", 0.14, "a guess: the largest of the other kinds'"),
+    ("offload", 0.13, "a guess: the largest of the other kinds'"),
 )
 _NARROWED = "9 of 10 published runs lie within it, planned with the factor of a smaller run of their system"
 _APART = "of published pairs whose plans differ by more, 19 in 20 are ranked as they were measured"
@@ -241,7 +241,7 @@ OTHER_CONSTANTS = (
         assumed("plan", f"margin {kind}", share, "of a device's planned bytes, beyond them", source)
         for kind, share, source in _MARGINS
     ),
-    assumed("step", "apart", 0.05, "of a step, by which two plans' seconds differ for sure", _APART),
+    assumed("step", "apart", 0.04, "of a step, by which two plans' seconds differ for sure", _APART),
     assumed("step", "spread", 0.12, "of planned seconds, either way, once a smaller run was measured", _NARROWED),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
