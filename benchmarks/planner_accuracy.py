@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_constants import Planner
 from planner_left_out import accounts, fitted_on, without
-from planner_ranges import apart_of, margins_of, narrowed, pairs_of, repeats_of
+from planner_ranges import apart_of, margins_of, narrowed, pairs_of, repeats_of, spread_of
 from planner_tables import READERS, Point, Row, Unknown, with_settings
 from planner_tables_adapters import ADAPTERS
 from planner_tables_other import OTHER
@@ -301,7 +301,7 @@ def main() -> int:
         constants = accounts(tables.predict, values)
         told = {"skipped": tables.skipped, "unknown": tables.unknown, "untold": tables.untold, "rows": tables.counts()}
         found = {"margins": margins_of(blind), "apart": apart_of(tables.points), "cards": tables.cards}
-        found["narrowed"] = narrowed(blind)
+        found |= {"narrowed": narrowed(blind), "spread": spread_of(narrowed(blind))}
         found["runs"] = sorted({p.run for p in tables.points if "no gate" not in p.set and p.kind != "formula"})
         result = {"scores": scores, "means": means(scores), **found, "constants": constants, **told}
         print(json.dumps(result, indent=1))
@@ -317,9 +317,11 @@ def main() -> int:
         )
     if (apart := apart_of(tables.points)) is not None:
         print(f"19 of 20 pairs whose planned seconds differ by {100 * apart:.1f} % or more are ranked as they ran")
-    told = "{set:24} {rows} corrected by smaller runs: mean {before:.1%} -> {after:.1%}, nine in ten {nine_in_ten:.1%}"
+    told = "{set:24} {rows} corrected by smaller runs: mean {before:.1%} -> {after:.1%}"
     for pairs in narrowed(blind):
         print(told.format(**pairs))
+    if (spread := spread_of(narrowed(blind))) is not None:
+        print(f"nine in ten corrected plans lie within {100 * spread:.1f} %")
     return 0
 
 

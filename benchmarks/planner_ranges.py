@@ -8,7 +8,7 @@ narrowed  of one system: the smallest run fixes a factor of seconds, and larger 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import ceil
 from typing import Any
@@ -17,7 +17,6 @@ from planner_tables import Point
 
 SURE = 0.95
 MANY = 30  # rows of a kind of run, of which nine in ten say its margin; of fewer the largest does
-FEWEST = 3  # rows of a set, of which the smallest corrects the others
 
 
 def margins_of(points: Iterable[Point]) -> dict[str, dict[str, Any]]:
@@ -78,25 +77,33 @@ def pairs_of(group: Sequence[Point], least: float) -> list[tuple[Point, Point]]:
 
 
 def narrowed(points: Iterable[Point]) -> list[dict[str, Any]]:
-    """Return, of each set with runs on several numbers of GPUs, errors of seconds before and after a smaller run.
+    """Return, of each set with runs of one model on several numbers of GPUs, errors of seconds as planned and corrected.
 
-    Of the runs on fewer GPUs those on most of them say by how much their own plans were off, and a plan on more GPUs is
-    corrected by their mean, as a run's profile corrects it.
+    Of the runs of the same model on fewer GPUs those on most of them say by how much their own plans were off, and the
+    plan on more GPUs is corrected by their mean, as a run's profile corrects it. Sets with a doubt or without a gate
+    are left out.
     """
-    sets: dict[str, list[Point]] = defaultdict(list)
+    models: dict[tuple[str, str], list[Point]] = defaultdict(list)
     for point in points:
         if point.kind == "time" and point.gpus and "(" not in point.set:
-            sets[point.set].append(point)
+            models[point.set, point.model].append(point)
+    sets: dict[str, list[tuple[Point, float]]] = defaultdict(list)
+    for (name, _), inside in sorted(models.items()):
+        sets[name] += [(larger, factor) for larger in inside if (factor := _factor(larger, inside))]
     found = []
-    for name, inside in sorted(sets.items()):
-        pairs = [(larger, factor) for larger in inside if (factor := _factor(larger, inside))]
-        if len(pairs) + 1 < FEWEST:
-            continue
-        before, after = ([abs(p.predicted * by / p.actual - 1) for p, by in each]
-                         for each in ([(p, 1.0) for p, _ in pairs], pairs))  # fmt: skip
-        means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
-        found.append({"set": name, "rows": len(pairs), **means, "nine_in_ten": _ninth(sorted(after))})
+    for name, pairs in sets.items():
+        if pairs:
+            before, after = ([abs(p.predicted * by / p.actual - 1) for p, by in each]
+                             for each in ([(p, 1.0) for p, _ in pairs], pairs))  # fmt: skip
+            means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
+            found.append({"set": name, "rows": len(pairs), **means, "errors": sorted(after)})
     return found
+
+
+def spread_of(found: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the error that nine in ten corrected plans of `narrowed` do not exceed, None without any."""
+    errors = sorted(error for each in found for error in each["errors"])
+    return _ninth(errors) if errors else None
 
 
 def _factor(larger: Point, runs: Sequence[Point]) -> float | None:

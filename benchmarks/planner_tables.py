@@ -35,6 +35,7 @@ class Point(NamedTuple):
     settings  what was run; points of equal settings repeat each other
     run       the kind of run, one of margin.KINDS
     gpus      how many, 0 where a row does not say
+    model     what was trained, as its row names it, or by its size
     """
 
     set: str
@@ -47,6 +48,7 @@ class Point(NamedTuple):
     settings: tuple[str, ...] = ()
     run: str = "full"
     gpus: int = 0
+    model: str = ""
 
 
 MEASURED = {"mem_gb_nvidia_smi", "oom", "sec_per_iter", "tflops_per_gpu", "tps_per_gpu", "days_300b_tokens",
@@ -63,7 +65,8 @@ def with_settings(row: Row, point: Point) -> Point:
     """
     cells = (value for name, value in row.items() if name not in MEASURED | ORIGIN)
     gpus = int(float(row.get("gpus") or 0))
-    return point._replace(settings=(point.id.removeprefix(row["id"]).strip(), *cells), gpus=gpus)
+    model = " ".join(row.get(name) or "" for name in ("model", "params_b", "hidden", "layers")).strip()
+    return point._replace(settings=(point.id.removeprefix(row["id"]).strip(), *cells), gpus=gpus, model=model)
 
 
 def number(row: Row, name: str) -> float:

@@ -140,9 +140,9 @@ def published(row: Row, planner: Planner) -> Iterator[Point]:
                         schedule="interleaved" if virtual > 1 else "1f1b", precision=row["precision"])  # fmt: skip
     estimate = planner.evaluate(model, machines(row["gpu"], gpus, 50e9), plan, row["system"])
     actual = batch * model.length / gpus / number(row, "tokens_per_s_per_gpu")
-    narrow = "_fp8" if row["precision"] == "fp8" else ""
     run = "lora" if row["lora_rank"] else "full"
-    yield Point(f"{row['system']}_2026{narrow}", row["id"], "time", estimate.seconds.mid, actual, unit="s", run=run)
+    kind = "_lora" if row["lora_rank"] else "_fp8" if row["precision"] == "fp8" else ""
+    yield Point(f"{row['system']}_2026{kind}", row["id"], "time", estimate.seconds.mid, actual, unit="s", run=run)
 
 
 def _accumulate(batch: int, rows: int, micro: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from planner_accuracy import PUBLISHED, Tables, as_text, beside, labels, labels_text, means, ranking, score
-from planner_ranges import apart_of, margins_of, narrowed
+from planner_ranges import apart_of, margins_of, narrowed, spread_of
 from planner_tables import Point, with_settings
 from planner_tables_recent import MIXTURES, mixture, model_of
 
@@ -129,19 +129,17 @@ def test_plans_are_apart_where_19_in_20_pairs_are_ranked_right():
     assert apart_of([points[0], points[1]]) is None
 
 
-def test_a_smaller_run_corrects_plans_on_more_gpus():
+def test_a_smaller_run_corrects_plans_of_its_model_on_more_gpus():
     """Runs on 8 GPUs took twice what was planned, and so did those on 16; one on 32 took three times as much."""
     runs = [(8, 1.0, 2.0), (16, 1.0, 2.0), (32, 1.0, 3.0)]
-    points = [Point("s", str(n), "time", planned, took, gpus=n) for n, planned, took in runs]
-    [found] = narrowed([*points, Point("s (no gate)", "x", "time", 1.0, 9.0, gpus=64)])
-    assert found == {
-        "set": "s",
-        "rows": 2,
-        "before": pytest.approx((1 / 2 + 2 / 3) / 2),
-        "after": pytest.approx((0 + 1 / 3) / 2),
-        "nine_in_ten": pytest.approx(1 / 3),
-    }
-    assert narrowed(points[:2]) == []
+    points = [Point("s", str(n), "time", planned, took, gpus=n, model="7B") for n, planned, took in runs]
+    others = [Point("s (no gate)", "x", "time", 1.0, 9.0, gpus=64), Point("s", "y", "time", 1.0, 9.0, gpus=64)]
+    found = narrowed([*points, *others])
+    errors = [pytest.approx(0), pytest.approx(1 / 3)]
+    means = {"before": pytest.approx((1 / 2 + 2 / 3) / 2), "after": pytest.approx((0 + 1 / 3) / 2)}
+    assert found == [{"set": "s", "rows": 2, **means, "errors": errors}]
+    assert spread_of(found) == pytest.approx(1 / 3)
+    assert (narrowed(points[:1]), spread_of([])) == ([], None)
 
 
 def test_each_group_of_runs_counts_alike_in_the_ranking():
@@ -196,7 +194,7 @@ def test_a_plan_within_the_margin_is_marked_and_neither_a_miss_nor_a_false_alarm
     assert (found["recall"], found["false_alarms"], found["marked"]) == tuple(map(pytest.approx, (2 / 3, 1 / 3, 1 / 3)))
     assert (found["missed"], found["alarmed"]) == (["ran out, planned to fit"], ["ran, above the card"])
     assert labels_text(found) == "OOM recall 67 % of 3, false alarms 33 %, marked 33 %"
-    [offloaded] = [labels([Point("s", "ran", "fits", 0.88, 1.0, run=run)])["marked"] for run in ("offload",)]
+    [offloaded] = [labels([Point("s", "ran", "fits", 0.89, 1.0, run=run)])["marked"] for run in ("offload",)]
     assert offloaded == 1  # whose margin is larger
 
 

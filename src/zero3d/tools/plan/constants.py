@@ -80,8 +80,9 @@ MEGATRON, CORE, LAYERS = (
 )
 TABLE_2, TABLE_5 = Rows("megatron2021_table2", "time"), Rows("korthikanti_table5", "time")
 SCALE, RECENT = Rows("megascale_megatron", "time"), Rows("automodel_2026", "time")
+RECENT_LORA = Rows("automodel_2026_lora", "time")
 A100 = (LAYERS, MEGATRON, TABLE_2, TABLE_5, SCALE, AZURE, BLOOM, IBM)
-H100 = (NANOTRON, CORE, IBM, RECENT)
+H100 = (NANOTRON, CORE, IBM, RECENT, RECENT_LORA)
 FORGE_MEMORY = Rows("kempnerforge_h200", "memory")
 FORGE, BRIDGE = Rows("kempnerforge_h200", "time"), Rows("megatron-core_2026_fp8", "time", "over ep")
 EAGER = (MEGATRON, TABLE_2, TABLE_5, AZURE, BLOOM)
@@ -91,7 +92,7 @@ SHARE = "of the data axis' communication hidden"
 MATRIX = "of the card's peak, matrix products"
 FLASH = "x the card's peak, causal flash attention with masked scores counted"
 
-_HIDE_DP = fitted("torchtitan", "hide_dp", 0.65, SHARE, 0.5, TITAN, IBM, CORE, RECENT)
+_HIDE_DP = fitted("torchtitan", "hide_dp", 0.65, SHARE, 0.5, TITAN, IBM, CORE, RECENT, RECENT_LORA)
 _HIDE_TP = fitted("torchtitan-async-tp", "hide_tp", 0.67, "of tp's all-reduces hidden", 0.5, TITAN, CORE)
 _SLOW_TP = "x the links' seconds of tp's all-reduces"
 _H100_96 = (
@@ -116,8 +117,9 @@ _KEEPS = "bytes per element of the inputs of layers in 4 bits"
 _LIVE = "stage3_max_live_parameters, in 16 bits"
 _FREED = "fragments that are left once a full device has let go of the rest"
 QWEN_LORA, QWEN_QLORA = Rows("qwen_lora (doubt)", "memory"), Rows("qwen_qlora (doubt)", "memory")
-SHARDED = (Rows("fsdp_qlora_lora", "memory"), Rows("fsdp_qlora_qlora", "memory"),
-           Rows("fsdp_qlora_lora (doubt)", "memory"), Rows("fsdp_qlora_qlora (doubt)", "memory"))  # fmt: skip
+SHARDED = tuple(
+    Rows(name, "memory") for name in ("fsdp_qlora_lora", "fsdp_qlora_lora (doubt)", "fsdp_qlora_qlora (doubt)")
+)
 PACKED = Rows("litgpt_qlora", "memory"), Rows("litgpt_qlora (doubt)", "memory")
 _SPARE = fitted("fsdp-qlora", "spare", 1.18, SPARE, 1.1, *SHARDED, QWEN_LORA, QWEN_QLORA)
 _ADAPTED = (
