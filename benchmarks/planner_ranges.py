@@ -77,7 +77,7 @@ def pairs_of(group: Sequence[Point], least: float) -> list[tuple[Point, Point]]:
 
 
 def narrowed(points: Iterable[Point]) -> list[dict[str, Any]]:
-    """Return, of each set with runs of one model on several numbers of GPUs, errors of seconds as planned and corrected.
+    """Return errors of seconds, as planned and corrected, of each set with runs of one model on more and fewer GPUs.
 
     Of the runs of the same model on fewer GPUs those on most of them say by how much their own plans were off, and the
     plan on more GPUs is corrected by their mean, as a run's profile corrects it. Sets with a doubt or without a gate
