@@ -92,8 +92,8 @@ def answer(rows=40, name=MODEL.name):
         (Row(p, price(model, PLACE, p), f"tp +{p.tp} s") for p in plans), key=lambda r: r.estimate.seconds.mid
     )
     rejected = [Rejection("the GPU's memory", 1234, plans[0], 22.7e6), Rejection("<more> stages than blocks", 1)]
-    best, target = result[0], Target(512, 81.6e9)
-    rungs = ladder(model, PLACE, target.sequences, target.limit, price)
+    best, target = result[0], Target(512, 81.6e9, margin=0.0)
+    rungs = ladder(model, PLACE, target.sequences, target.room, price)
     knobs = what_if(best, model, PLACE, price)
     return Answer(model, PLACE, target, SearchResult(result, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
 

@@ -300,7 +300,7 @@ LARGE = gpt(4, 4096, 32, 50304, 1024)  # 1.2 billion parameters: 22 GB of states
 def found(memory=9e9, offload="auto", **fields):
     small = replace(A100.gpu, memory=memory)
     place = replace(cluster("a100-80", 2), gpu=small, **fields)
-    return place, search(LARGE, place, Target(32, 0.95 * memory, "fastest", offload), evaluate)
+    return place, search(LARGE, place, Target(32, 0.95 * memory, "fastest", offload, margin=0.0), evaluate)
 
 
 def test_states_leave_where_nothing_fits_otherwise():
@@ -321,7 +321,7 @@ def test_what_the_host_has_no_room_for_goes_to_a_disk_and_is_refused_with_the_su
     assert refused.sum.startswith("2 x (process 3.00 + slice ")
     assert refused.sum.endswith("GB of 15.0 GB")
     _, nothing = found(offload="host", host_memory=15e9)
-    target = Target(32, 8e9, "fastest", "host")
+    target = Target(32, 8e9, "fastest", "host", margin=0.0)
     text = plan_text.nothing_fits(LARGE, place, target, nothing, None)
     assert "Nearest: the GPU's memory is short by" in text
     assert text.endswith("Pass a larger --gpu, a shorter --seq, or --lora.")
@@ -371,7 +371,9 @@ def answer():
     place, result = found(host_memory=15e9)
     best = result.rows[0]
     rungs = ladder(LARGE, place, 32, 8e9, evaluate)
-    return plan_text.Answer(LARGE, place, Target(32, 8e9), result, rungs, what_if(best, LARGE, place, evaluate))
+    return plan_text.Answer(
+        LARGE, place, Target(32, 8e9, margin=0.0), result, rungs, what_if(best, LARGE, place, evaluate)
+    )
 
 
 def test_the_text_and_the_page_show_every_place(answer):

@@ -29,12 +29,12 @@ from zero3d.tools.cli import plan_theory
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.cli.plan_options import (
     format_of,
-    limit_of,
     lora_of,
     margin_of,
     number,
     open_cluster,
     price_of,
+    room_of,
     tokens_of,
 )
 from zero3d.tools.cli.plan_theory import parse_params
@@ -155,11 +155,11 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     file = RunFile.of(path)
     quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
     optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
-    limit = limit_of(arguments, cluster)
+    room, margin = room_of(arguments, cluster), margin_of(arguments.margin)
     model = open_model(arguments, path, file, cluster.gpu.name != CPU)
     tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
     sequences = _sequences(arguments, model, cluster, file)
-    target = Target(sequences, limit, arguments.goal, arguments.offload, optimizer, quantize)
+    target = Target(sequences, room, arguments.goal, arguments.offload, optimizer, quantize, margin)
     priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
     result = _searched(model, cluster, target, priced)
     if not result.whole:
@@ -171,17 +171,18 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
     best = result.rows[0]
     used = resized(cluster, best.plan.world)
-    rungs = ladder(model, used, target.sequences, target.limit, priced, target.optimizer)
+    limit = target.usable(model, best.plan)
+    rungs = ladder(model, used, target.sequences, limit, priced, target.optimizer)
     knobs = what_if(best, model, used, priced)
     links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
-    end = ends(model, used, best.plan, limit, priced)
-    answer = plan_text.Answer(
-        model, used, target, result, rungs, knobs, tokens, price, links, margin_of(arguments.margin), end
-    )
+    end = None if best.lacks else ends(model, used, best.plan, limit, priced)
+    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, price, links, end)
     _write(arguments, answer, path, file)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
+    if arguments.assert_fits and best.lacks:
+        return 1
     return 0 if result.whole else STOPPED
 
 
@@ -280,7 +281,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
         with ProgressLine() as line:
             result = search(model, bigger, wanted, evaluate, device_at_least, partial(_show, line))
-        if result.rows:
+        if result.rows and not result.rows[0].lacks:
             return bigger.gpus, result.rows[0]
         times *= 2
     return None

@@ -16,16 +16,16 @@ from zero3d.spec.sections import planned
 from zero3d.spec.text import binary, columns
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 from zero3d.tools.cli.kept_specs import open_spec
-from zero3d.tools.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, price_of
+from zero3d.tools.cli.plan_options import format_of, lora_of, margin_of, number, open_cluster, price_of, room_of
 from zero3d.tools.cli.train import config_source
 from zero3d.tools.page import plan_text
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
-from zero3d.tools.plan.margin import Ends, Range, ends
+from zero3d.tools.plan.margin import Ends, Range, ends, usable
 from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import Rollout, split
-from zero3d.tools.plan.search import Row, resized, tp_refused
+from zero3d.tools.plan.search import Row, Target, resized, tp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Forward, ModelSpec, ParallelPlan
 from zero3d.tools.plan.weights import weights_note, with_weights
 from zero3d.tools.plan.what_if import what_if
@@ -49,26 +49,26 @@ TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d
 class Explained(NamedTuple):
     """Holds one plan, and what it must fit into.
 
-    limit   bytes of a GPU that may be planned; margin: beside them
+    room    bytes of a GPU for it and its margin, which is a share of what is planned
     tokens  of the whole training; price: of a GPU-hour
     """
 
     model: ModelSpec
     cluster: ClusterSpec
     row: Row
-    limit: float
+    room: float
     margin: float
     tokens: float | None
     price: float | None
 
     @property
-    def room(self) -> float:
-        """Return the bytes that a plan and its margin may take."""
-        return self.limit * (1 + self.margin)
+    def limit(self) -> float:
+        """Return the bytes of a GPU that may be planned."""
+        return usable(self.room, self.margin)
 
     @property
     def fits(self) -> bool:
-        """Return whether a GPU and a node have room for the plan."""
+        """Return whether a GPU and a node have room for the plan with its margin."""
         memory = self.row.estimate.memory
         return memory.device <= self.limit and not memory.lacks(self.cluster)
 
@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     config = load_filled(config_source(path, overrides)[1], overrides).config
     _refuse_search(arguments)
     asked, price = number(arguments.tokens, "--tokens"), price_of(arguments)
+    margin = margin_of(arguments.margin)
     if arguments.quantize:
         config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
     cluster = open_cluster(arguments)
@@ -109,8 +110,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         with naming_text_part(config):
             raise
     cluster = resized(cluster, plan.world)
-    limit = limit_of(arguments, cluster)
-    row = _first_that_fits(_with_places(plan, config), model, cluster, limit)
+    target = Target(plan.micro_batch * plan.accumulate * plan.rows, room_of(arguments, cluster), margin=margin)
+    row = _first_that_fits(_with_places(plan, config), model, cluster, target)
     if plan.zero.weights == AUTO:
         note = weights_note(model, row.plan.replace(weights=AUTO), cluster)
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, note)))
@@ -118,14 +119,14 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
     tokens = asked or _tokens(config, row.estimate)
-    explained = Explained(model, cluster, row, limit, margin_of(arguments.margin), tokens, price)
+    explained = Explained(model, cluster, row, target.room, target.share(model, row.plan), tokens, price)
     if arguments.json:
         print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
         for line in _lines(explained):  # as they come: Ctrl-C leaves those that are known
             print(line, flush=True)
         print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
-    return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
+    return int(bool(arguments.assert_fits) and row.estimate.memory.device > explained.limit)
 
 
 def _refuse_search(arguments: argparse.Namespace) -> None:
@@ -144,11 +145,14 @@ def _with_places(plan: ParallelPlan, config: Config) -> list[ParallelPlan]:
     return [plan.replace(offload=replace(asked, optimizer=place).settled) for place in PLACES]
 
 
-def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:
-    """Return the first plan that a GPU and a host have room for, else the last."""
+def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, target: Target) -> Row:
+    """Return the first plan that a GPU and a host have room for with its margin, else the last."""
     rows = [Row(with_weights(model, plan, cluster), evaluate(model, cluster, plan)) for plan in plans]
-    fits = (row for row in rows if row.estimate.memory.device <= limit and not row.estimate.memory.lacks(cluster))
-    return next(fits, rows[-1])
+    for row in rows:
+        memory = row.estimate.memory
+        if memory.device <= target.usable(model, row.plan) and not memory.lacks(cluster):
+            return row
+    return rows[-1]
 
 
 def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
@@ -167,10 +171,10 @@ def _tokens(config: Config, estimate: Estimate) -> float | None:
 
 def _json(explained: Explained) -> dict[str, Any]:
     """Return what the lines say as plain values."""
-    model, cluster, row, limit, margin, tokens, price = explained
+    model, cluster, row, _, margin, tokens, price = explained
     return {
         **plan_text.row_json(row),
-        **plan_text.plan_json(model, cluster, row, limit, margin, explained.ends),
+        **plan_text.plan_json(model, cluster, row, explained.limit, margin, explained.ends),
         "fits": explained.fits,
         "instants": [
             {"instant": name, **{category: size for category, size in parts.items() if size}}
@@ -211,7 +215,10 @@ def _verdict(explained: Explained) -> str:
     planned = plan_text.around(memory.device, explained.margin)
     left = explained.room - Range.of(memory.device, explained.margin).high
     margin = f"a margin of {100 * explained.margin:.3g} %, {plan_text.origin(explained.margin)}"
+    if memory.device > explained.room:
+        over = memory.device - explained.room
+        return f"Does not fit {room}: {planned} GiB, {binary(over)} too much, and {binary(-left)} with {margin}."
     if left < 0:
-        return f"Does not fit {room} with {margin}: {planned} GiB, {binary(-left)} too much."
+        return f"{plan_text.LACKING} Fits {room}, and lacks {binary(-left)} of {margin}: {planned} GiB."
     end = plan_text.would_end(explained.ends)
     return f"Fits {room} with {margin}: {planned} GiB, {binary(left)} left{end}."

@@ -11,7 +11,6 @@ from zero3d.errors import ConfigError, short
 from zero3d.spec.formats import FORMATS
 from zero3d.tools.cli.plan_theory import MOST_PARAMS, parse_gpus, parse_params
 from zero3d.tools.plan.hardware import base_of, card, check_card, cluster, read_file
-from zero3d.tools.plan.margin import MARGIN, usable
 from zero3d.tools.plan.spec import ClusterSpec
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
@@ -90,10 +89,10 @@ def parse_size(text: str) -> float:
     return value
 
 
-def margin_of(text: str | None) -> float:
-    """Return the share of planned memory that 10% or 0.1 is. Raises ConfigError."""
+def margin_of(text: str | None) -> float | None:
+    """Return the share of planned memory that 10% or 0.1 is; None where nothing is said. Raises ConfigError."""
     if text is None:
-        return MARGIN
+        return None
     digits = text.strip()
     try:
         share = float(digits.removesuffix("%")) / (100 if digits.endswith("%") else 1)
@@ -104,10 +103,9 @@ def margin_of(text: str | None) -> float:
     return share
 
 
-def limit_of(arguments: argparse.Namespace, cluster: ClusterSpec) -> float:
-    """Return the bytes of a GPU that may be planned: --assert-fits or the card, less the margin. Raises ConfigError."""
-    room = parse_size(arguments.assert_fits) if arguments.assert_fits else cluster.gpu.memory
-    return usable(room, margin_of(arguments.margin))
+def room_of(arguments: argparse.Namespace, cluster: ClusterSpec) -> float:
+    """Return the bytes of a GPU for a plan and its margin: --assert-fits, or the card's. Raises ConfigError."""
+    return parse_size(arguments.assert_fits) if arguments.assert_fits else cluster.gpu.memory
 
 
 def lora_of(asked: str) -> Lora:

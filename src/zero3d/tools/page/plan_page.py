@@ -16,6 +16,7 @@ from zero3d.tools.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.tools.page.markup import tag
 from zero3d.tools.page.paint import classes_of, series_needed
 from zero3d.tools.page.plan_text import (
+    LACKING,
     LINKS_HEAD,
     LINKS_TITLE,
     WAY_HEAD,
@@ -29,6 +30,7 @@ from zero3d.tools.page.plan_text import (
     headline,
     held_apart,
     knob_rows,
+    lacking,
     ladder_title,
     links_rows,
     mesh,
@@ -54,7 +56,7 @@ def plan_page(answer: Answer, top: int) -> str:
     """Write the page, with `top` plans in its table."""
     shown = distinct(answer.result.rows)[:top]
     memory, step = _memory_bars(shown[:BARS]), _step_bars(shown[:BARS])
-    classes, limit = classes_of(_series(memory), _series(step)), answer.target.limit / GIB
+    classes, limit = classes_of(_series(memory), _series(step)), answer.limit / GIB
     return frame.page(
         f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
         tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
@@ -124,18 +126,18 @@ def _cells(rows: Sequence[Row], answer: Answer) -> Iterator[tuple[object, ...]]:
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         yield (
-            place,
+            f"{LACKING if row.lacks else ''}{place}",
             mesh(plan),
             plan.zero.stage,
             f"{plan.micro_batch} x {plan.accumulate}",
             settings(plan),
-            around(memory.device, answer.margin),
+            around(memory.device, answer.target.share(answer.model, plan)),
             f"{memory.host / GB:,.0f}",
             *(f"{memory.tiers[name] / GB:,.0f}" for name in apart),
             f"{_digits(seconds.mid)} ({_between(seconds)})",
             f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}",
             f"{100 * mfu(row, answer.cluster):.0f} %",
-            row.reason,
+            ", ".join([*lacking(row), row.reason]),
         )
 
 
@@ -144,7 +146,7 @@ def _ways(answer: Answer) -> Iterator[Markup]:
     for title, found in compared_ways(answer):
         yield frame.card(title, frame.table(title, ("", *map(_title, WAY_HEAD)), way_rows(found), "<<<>><"))
     if answer.links:
-        rows = links_rows(answer.links, answer.cluster, answer.target.limit)
+        rows = links_rows(answer.links, answer.cluster, answer.limit)
         head = list(map(_title, LINKS_HEAD))
         yield frame.card(LINKS_TITLE, frame.table(LINKS_TITLE, head, rows, "<<>>><"))
 
@@ -171,7 +173,7 @@ def _pareto(answer: Answer) -> Markup:
         groups.setdefault(f"ZeRO stage {row.plan.zero.stage}", []).append(_place(row.estimate))
     best = front(answer.result.rows)
     dots = [Dot(*_place(row.estimate), f"{_figures_of(row)} with {short(row.plan)}") for row in best]
-    across = Axis("memory of a GPU (GiB)", answer.target.limit / GIB)
+    across = Axis("memory of a GPU (GiB)", answer.limit / GIB)
     chart = scatter("pareto", "Memory against time of all plans that fit", groups, dots, across, Axis("step (s)"))
     head = ("GPU GiB", "Step s", "Plan")
     rows = [(gib(row.estimate.memory.device), _digits(row.estimate.seconds.mid), short(row.plan)) for row in best]
@@ -268,7 +270,7 @@ def _ladder(answer: Answer) -> Markup:
 
 
 def _what_if(answer: Answer) -> Markup:
-    rows = knob_rows(answer.knobs, answer.best, answer.target.limit, answer.cluster)
+    rows = knob_rows(answer.knobs, answer.best, answer.limit, answer.cluster)
     title = "What if one setting of the best plan changed"
     remark = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
     head = ("Setting", "Memory", "Step", "What moves the peak", "")

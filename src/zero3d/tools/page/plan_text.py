@@ -35,6 +35,7 @@ from zero3d.tools.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSp
 from zero3d.tools.plan.what_if import Moved, WhatIf
 
 KNOBS = 5  # what-if lines
+LACKING = "~"  # marks plans that fit without their margin
 LINKS_HEAD = ("way", "settings", "GPU GiB", "step s", "of it dp", "unrounded")
 LINKS_TITLE = "Ways to send data-parallel traffic between nodes, each with the best plan that has any"
 WAY_HEAD = ("mesh", "ZeRO", "GPU GiB", "step s", "why")
@@ -45,7 +46,6 @@ class Answer(NamedTuple):
 
     tokens  of the whole training; price: of a GPU-hour
     links   ways to train over links between nodes, where a file says what these are
-    margin  of planned memory, either way; the limit of the target has it left out
     ends    what would no longer fit beside the first plan, where that was looked for
     """
 
@@ -58,7 +58,6 @@ class Answer(NamedTuple):
     tokens: float | None = None
     price: float | None = None
     links: Sequence[Way] = ()
-    margin: float = MARGIN
     ends: Ends | None = None
 
     @property
@@ -69,7 +68,17 @@ class Answer(NamedTuple):
     @property
     def room(self) -> float:
         """Return the bytes of a GPU in which a plan must fit with its margin."""
-        return self.target.limit * (1 + self.margin)
+        return self.target.room
+
+    @property
+    def margin(self) -> float:
+        """Return the margin of the first plan's memory, either way, as a share of it."""
+        return self.target.share(self.model, self.best.plan)
+
+    @property
+    def limit(self) -> float:
+        """Return the bytes of a GPU that may be planned for plans like the first."""
+        return self.target.usable(self.model, self.best.plan)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -82,7 +91,7 @@ def as_text(answer: Answer, top: int) -> str:
     lines += _ranked(shown, answer)
     for title, found in compared_ways(answer):
         lines += ["", f"{title}:", *columns([("", *WAY_HEAD), *way_rows(found)], "<<<>><")]
-    lines += ["", *links_lines(answer.links, answer.cluster, answer.target.limit)] if answer.links else []
+    lines += ["", *links_lines(answer.links, answer.cluster, answer.limit)] if answer.links else []
     lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
     return "\n".join(lines)
 
@@ -107,10 +116,9 @@ def headline(answer: Answer) -> Iterator[str]:
     row, cluster = answer.best, answer.cluster
     memory = Range.of(row.estimate.memory.device, answer.margin)
     yield f"{answer.target.goal.capitalize()}: {short(row.plan)}"
-    yield (
-        f"   {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, "
-        f"{binary(answer.room - memory.high)} left{would_end(answer.ends)}"
-    )
+    left = answer.room - memory.high
+    rest = f"{binary(left)} left{would_end(answer.ends)}" if left >= 0 else f"{binary(-left)} of the margin lacking"
+    yield f"   {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, {rest}"
     yield f"   {_seconds(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
     yield f"   margin {100 * answer.margin:.3g} %: {origin(answer.margin)}"
 
@@ -201,26 +209,33 @@ def _ranked(rows: Sequence[Row], answer: Answer) -> Iterator[str]:
         rate = row.estimate.tokens / seconds.mid / plan.world
         table.append(
             (
-                str(place),
+                f"{LACKING if row.lacks else ''}{place}",
                 mesh(plan),
                 str(plan.zero.stage),
                 f"{plan.micro_batch} x {plan.accumulate}",
                 settings(plan),
-                around(memory.device, answer.margin),
+                around(memory.device, target.share(answer.model, plan)),
                 f"{memory.host / 1e9:.0f}",
                 *(f"{memory.tiers[name] / 1e9:.0f}" for name in apart),
                 _seconds(seconds),
                 f"{rate:,.0f}",
                 f"{100 * mfu(row, answer.cluster):.0f} %",
-                row.reason,
+                ", ".join([*lacking(row), row.reason]),
             )
         )
     yield from columns(table, "><<<<>>" + ">" * len(apart) + ">>><")
+    if any(row.lacks for row in rows):
+        yield f"   {LACKING} fits, and has less room beyond it than the margin."
     if rows and rows[0].plan.offload.states and target.offload == "auto":
         yield "   No plan fits with all states on the GPU: in these plans states leave it."
     elif rows and rows[0].plan.offload.activations_leave:
         yield "   No plan fits with the inputs of recomputed blocks on the GPU: in these plans they wait on the host."
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
+
+
+def lacking(row: Row) -> list[str]:
+    """Say in a cell how many bytes of the margin a plan lacks; nothing where it has the whole margin."""
+    return [f"lacks {binary(row.lacks)} of the margin"] if row.lacks else []
 
 
 def compared_ways(answer: Answer) -> Iterator[tuple[str, Sequence[tuple[str, Row | None]]]]:
@@ -288,7 +303,9 @@ def figure(value: float) -> str:
 
 def _rejected(result: SearchResult) -> Iterator[str]:
     others = " Why the others do not:" if result.rejected else ""
-    yield f"{result.tried:,} plans, of which {len(result.rows):,} fit.{others}"
+    few = sum(row.lacks > 0 for row in result.rows)
+    without = f" ({few:,} of them {LACKING}, with less than the margin)" if few else ""
+    yield f"{result.tried:,} plans, of which {len(result.rows):,} fit{without}.{others}"
     for rejection in result.rejected:
         near = f"; the nearest needs {missed(rejection)} more: {short(rejection.nearest)}" if rejection.nearest else ""
         yield f"   {rejection.plans:,}: {rejection.reason}{near}" + (f", {rejection.sum}" if rejection.sum else "")
@@ -304,7 +321,7 @@ def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     what = "memory of the fullest GPU, time of a step, what moves the peak"
     yield f"What if one setting of the first plan changed ({what}):"
-    rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster)
+    rows = knob_rows(answer.knobs[:KNOBS], best, answer.limit, answer.cluster)
     yield from columns(rows, "<>><<") if rows else ["   nothing to change"]
 
 
@@ -443,7 +460,7 @@ def nothing_fits(
     """Write one line: the nearest plan, and what would make it fit."""
     outcome = (
         f"{model.name} ({count(model.weights)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
-        f"{cluster.gpu.name} within {binary(target.limit)}: {result.tried:,} plans tried"
+        f"{cluster.gpu.name} within {binary(target.room)}: {result.tried:,} plans tried"
     )
     nearest = min((r for r in result.rejected if r.nearest), key=lambda rejection: rejection.excess, default=None)
     if nearest is None:
@@ -587,7 +604,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     """Return the answer as plain values; bytes and seconds."""
     good = goodput(answer.model, answer.cluster)
     return {
-        **plan_json(answer.model, answer.cluster, answer.best, answer.target.limit, answer.margin, answer.ends),
+        **plan_json(answer.model, answer.cluster, answer.best, answer.limit, answer.margin, answer.ends),
         "sequences": answer.target.sequences,
         "goal": answer.target.goal,
         "tried": answer.result.tried,
@@ -672,7 +689,7 @@ def _way_json(way: Way) -> dict[str, Any]:
 
 def row_json(row: Row) -> dict[str, Any]:
     """Return a ranked row as plain values."""
-    return {"plan": row.plan.as_dict(), "why": row.reason, **estimate_json(row.estimate)}
+    return {"plan": row.plan.as_dict(), "why": row.reason, "lacks_bytes": row.lacks, **estimate_json(row.estimate)}
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
