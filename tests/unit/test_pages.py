@@ -265,7 +265,7 @@ def test_the_page_says_what_was_found():
     target = answer(40)
     text = plan_page(target, 3)
     best = target.best
-    assert around(best.estimate.memory.device, target.margin) in text
+    assert around(best.estimate.memory.device, target.margin.share) in text
     assert all(line.strip() in text for line in headline(target))
     assert "needs 21.6 MiB more: pp 1 x dp 1 x tp 1" in text
     assert "&lt;more&gt; stages than blocks" in text

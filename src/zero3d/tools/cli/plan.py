@@ -48,19 +48,8 @@ from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import EXAMPLE
-from zero3d.tools.plan.search import (
-    GOALS,
-    LONG,
-    OFFLOADS,
-    Evaluate,
-    Progress,
-    Row,
-    SearchResult,
-    Target,
-    resized,
-    search,
-)
-from zero3d.tools.plan.spec import ClusterSpec, Forward, ModelSpec
+from zero3d.tools.plan.search import GOALS, LONG, OFFLOADS, Progress, Row, SearchResult, Target, resized, search
+from zero3d.tools.plan.spec import ClusterSpec, Evaluate, Forward, ModelSpec
 from zero3d.tools.plan.what_if import what_if
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
@@ -105,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin",
         metavar="M",
-        help=f"share of planned memory that must stay free: 10%%, 0.1 (default: {MARGIN:g}, from published runs)",
+        help=f"share of planned memory that must stay free: 10%%, 0.1 (default: {MARGIN:g}, more for LoRA and offload)",
     )
     parser.add_argument(
         "--rl", metavar="WHAT", help=f"for explain: estimate a step of reinforcement learning and its stream: {EXAMPLE}"

@@ -21,7 +21,7 @@ from zero3d.tools.cli.train import config_source
 from zero3d.tools.page import plan_text
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
-from zero3d.tools.plan.margin import Ends, Range, ends, usable
+from zero3d.tools.plan.margin import Ends, Margin, Range, ends, usable
 from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import Rollout, split
@@ -57,14 +57,14 @@ class Explained(NamedTuple):
     cluster: ClusterSpec
     row: Row
     room: float
-    margin: float
+    margin: Margin
     tokens: float | None
     price: float | None
 
     @property
     def limit(self) -> float:
         """Return the bytes of a GPU that may be planned."""
-        return usable(self.room, self.margin)
+        return usable(self.room, self.margin.share)
 
     @property
     def fits(self) -> bool:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
     tokens = asked or _tokens(config, row.estimate)
-    explained = Explained(model, cluster, row, target.room, target.share(model, row.plan), tokens, price)
+    explained = Explained(model, cluster, row, target.room, target.margin_for(model, row.plan), tokens, price)
     if arguments.json:
         print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
@@ -212,9 +212,9 @@ def _verdict(explained: Explained) -> str:
         name, more = next(iter(lacks.items()))
         there = cluster.figure(TIERS[name].capacity)
         return f"Does not fit a {name} of {there / 1e9:.1f} GB: {more / 1e9:.1f} GB too much."
-    planned = plan_text.around(memory.device, explained.margin)
-    left = explained.room - Range.of(memory.device, explained.margin).high
-    margin = f"a margin of {100 * explained.margin:.3g} %, {plan_text.origin(explained.margin)}"
+    planned = plan_text.around(memory.device, explained.margin.share)
+    left = explained.room - Range.of(memory.device, explained.margin.share).high
+    margin = f"a margin of {100 * explained.margin.share:.3g} %, {explained.margin.origin}"
     if memory.device > explained.room:
         over = memory.device - explained.room
         return f"Does not fit {room}: {planned} GiB, {binary(over)} too much, and {binary(-left)} with {margin}."

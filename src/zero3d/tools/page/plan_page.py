@@ -85,7 +85,7 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
     yield "Step", f"{_digits(seconds.mid)} s", f"{_between(seconds)} s"
     card, room = binary(cluster.gpu.memory), binary(answer.room)
     allowed = f"GiB, of {card}" if card == room else f"GiB, of {room} that may be used of {card}"
-    yield "Memory of a GPU", around(memory.device, answer.margin), allowed
+    yield "Memory of a GPU", around(memory.device, answer.margin.share), allowed
     yield "Memory of a host", f"{memory.host / GB:,.0f} GB", f"of {cluster.host_memory / GB:,.0f} GB"
     useful = f"{rate / 1e12:.0f} TFLOP/s, MFU {100 * mfu(best, cluster):.0f} %"
     yield "Tokens per second and GPU", f"{best.estimate.tokens / seconds.mid / world:,.0f}", useful
@@ -131,7 +131,7 @@ def _cells(rows: Sequence[Row], answer: Answer) -> Iterator[tuple[object, ...]]:
             plan.zero.stage,
             f"{plan.micro_batch} x {plan.accumulate}",
             settings(plan),
-            around(memory.device, answer.target.share(answer.model, plan)),
+            around(memory.device, answer.target.margin_for(answer.model, plan).share),
             f"{memory.host / GB:,.0f}",
             *(f"{memory.tiers[name] / GB:,.0f}" for name in apart),
             f"{_digits(seconds.mid)} ({_between(seconds)})",

@@ -18,7 +18,7 @@ from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.tools.plan.inputs import without_effect
 from zero3d.tools.plan.ladder import Rung, differs
 from zero3d.tools.plan.links import Way, as_words, fastest
-from zero3d.tools.plan.margin import MARGIN, ORIGIN, Ends, Range
+from zero3d.tools.plan.margin import Ends, Margin, Range
 from zero3d.tools.plan.rollout import Rollout, Split
 from zero3d.tools.plan.search import (
     DEVICE_MEMORY,
@@ -71,9 +71,9 @@ class Answer(NamedTuple):
         return self.target.room
 
     @property
-    def margin(self) -> float:
-        """Return the margin of the first plan's memory, either way, as a share of it."""
-        return self.target.share(self.model, self.best.plan)
+    def margin(self) -> Margin:
+        """Return the margin of the first plan's memory, either way."""
+        return self.target.margin_for(self.model, self.best.plan)
 
     @property
     def limit(self) -> float:
@@ -114,18 +114,13 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
 def headline(answer: Answer) -> Iterator[str]:
     """Yield lines: the first plan, its memory and its step with their ranges, and what would end it."""
     row, cluster = answer.best, answer.cluster
-    memory = Range.of(row.estimate.memory.device, answer.margin)
+    memory = Range.of(row.estimate.memory.device, answer.margin.share)
     yield f"{answer.target.goal.capitalize()}: {short(row.plan)}"
     left = answer.room - memory.high
     rest = f"{binary(left)} left{would_end(answer.ends)}" if left >= 0 else f"{binary(-left)} of the margin lacking"
     yield f"   {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, {rest}"
     yield f"   {_seconds(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
-    yield f"   margin {100 * answer.margin:.3g} %: {origin(answer.margin)}"
-
-
-def origin(margin: float) -> str:
-    """Say where a margin is from."""
-    return f"{ORIGIN} (--margin)" if margin == MARGIN else "as --margin says"
+    yield f"   margin {100 * answer.margin.share:.3g} %: {answer.margin.origin}"
 
 
 def would_end(ends: Ends | None) -> str:
@@ -214,7 +209,7 @@ def _ranked(rows: Sequence[Row], answer: Answer) -> Iterator[str]:
                 str(plan.zero.stage),
                 f"{plan.micro_batch} x {plan.accumulate}",
                 settings(plan),
-                around(memory.device, target.share(answer.model, plan)),
+                around(memory.device, target.margin_for(answer.model, plan).share),
                 f"{memory.host / 1e9:.0f}",
                 *(f"{memory.tiers[name] / 1e9:.0f}" for name in apart),
                 _seconds(seconds),
@@ -438,8 +433,8 @@ def head(answer: Answer, asks: bool) -> str:
     nodes = f" --nodes {answer.cluster.nodes}" if answer.cluster.nodes > 1 else ""
     return (
         f"# {short(plan)}\n"
-        f"# planned: {around(estimate.memory.device, answer.margin)} GiB of each GPU, {_seconds(estimate.seconds)} s a "
-        f"step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
+        f"# planned: {around(estimate.memory.device, answer.margin.share)} GiB of each GPU, "
+        f"{_seconds(estimate.seconds)} s a step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
         f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.per_node}\n"
         "# output is a folder that all machines share; "
         + (
@@ -630,7 +625,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def plan_json(
-    model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, margin: float, ends: Ends | None
+    model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, margin: Margin, ends: Ends | None
 ) -> dict[str, Any]:
     """Return what was planned and where, and what is said of one plan beside its estimate. limit: for planned bytes."""
     return {
@@ -644,9 +639,9 @@ def plan_json(
         "gpus": cluster.gpus,
         "gpu": cluster.gpu.name,
         "limit_bytes": limit,
-        "margin": margin,
-        "margin_from": origin(margin),
-        "device_range_bytes": Range.of(row.estimate.memory.device, margin)._asdict(),
+        "margin": margin.share,
+        "margin_from": margin.origin,
+        "device_range_bytes": Range.of(row.estimate.memory.device, margin.share)._asdict(),
         "fits_up_to": None if ends is None else ends._asdict(),
         "mfu": mfu(row, cluster),
     }

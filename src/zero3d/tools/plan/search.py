@@ -45,10 +45,10 @@ from zero3d.spec.offload import AUTO, Offload
 from zero3d.spec.optimizer import ADAMW
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
-from zero3d.tools.plan.constants import constant
 from zero3d.tools.plan.footprint import tiles_loss
+from zero3d.tools.plan.margin import Margin, margin_for, usable
 from zero3d.tools.plan.sequence import masks_fit, sp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Memory, ModelSpec, ParallelPlan
 from zero3d.tools.plan.time import faster_mixers, faster_reduction
 
 Tiers = tuple[Offload, ...]
@@ -59,7 +59,6 @@ LONG = 16384  # tokens of a sequence from which it may be cut over sp
 DEVICE_MEMORY = "the GPU's memory"
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
-Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
 AtLeast = Callable[[ModelSpec, ClusterSpec, ParallelPlan, float], float]
 
 
@@ -146,18 +145,13 @@ class Target(NamedTuple):
     quantize: str | None = None
     margin: float | None = None
 
-    def share(self, model: ModelSpec, plan: ParallelPlan) -> float:
-        """Return the margin of a plan, as a share of its bytes."""
-        return share_of(self.margin, model, plan)
+    def margin_for(self, model: ModelSpec, plan: ParallelPlan) -> Margin:
+        """Return the margin of a plan."""
+        return margin_for(self.margin, model, plan)
 
     def usable(self, model: ModelSpec, plan: ParallelPlan) -> float:
         """Return the bytes that may be planned for such a plan, so that it fits with its margin."""
-        return self.room / (1 + self.share(model, plan))
-
-
-def share_of(margin: float | None, model: ModelSpec, plan: ParallelPlan) -> float:
-    """Return a margin that was given, or that of the plan's kind of run."""
-    return constant("plan", "margin") if margin is None else margin
+        return usable(self.room, self.margin_for(model, plan).share)
 
 
 def search(
@@ -484,7 +478,7 @@ def _fitting(
                 account.too_large(memory_of(tier), len(group.sizes) - i, plan, more, parts)
             return
         account.tried += 1
-        beyond = (1 + target.share(model, plan)) * estimate.memory.device - account.room
+        beyond = (1 + target.margin_for(model, plan).share) * estimate.memory.device - account.room
         yield Row(plan, estimate, lacks=max(0.0, beyond))
 
 

@@ -13,7 +13,7 @@ Bytes are bytes, times seconds, rates per second. A token's figures are of one f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
@@ -608,3 +608,6 @@ class Estimate:
         tree = asdict(self)
         tree["memory"] |= tree["memory"].pop("tiers")
         return tree
+
+
+Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]

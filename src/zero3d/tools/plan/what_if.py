@@ -17,9 +17,9 @@ from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, t
 from zero3d.spec.zero import KEPT, NODE
 from zero3d.tools.plan.decided import algorithm_on, policy_of, usual_unit
 from zero3d.tools.plan.network import Groups
-from zero3d.tools.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
+from zero3d.tools.plan.search import ACTIVATIONS, LONG, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.tools.plan.sequence import sp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Memory, ModelSpec, ParallelPlan
 
 Settings = Mapping[str, Any]
 KEEPS = {"zero.weights": KEPT}  # what goes with states off the device, from which no gather casts
