@@ -54,6 +54,13 @@ from zero3d.tools.plan.what_if import what_if
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
 TOKENS = 4 * 2**20  # of a step, where nothing is said
+SHAPE = {
+    "layers": "number of layers",
+    "hidden": "width of a layer",
+    "batch": "sequences of a GPU at a time, of --seq tokens",
+    "heads": "attention heads",
+    "tp": f"tensor-parallel ranks (default: {plan_theory.TP})",
+}
 MOST = 4096  # tokens of a sequence, where nothing is said
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
@@ -67,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder, config.json, preset, module:function or a run's train.yaml; or: explain CONFIG KEY=VALUE ...",
     )
     parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
+    for name, what in SHAPE.items():
+        parser.add_argument(f"--{name}", help=f"for --theory, its activations: {what}")
     parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
     parser.add_argument("--gpus", help="how many GPUs (default: 64; or nodes x GPUs of a node)")
     parser.add_argument("--gpu", help="which GPU: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
@@ -114,8 +123,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html and (arguments.theory or words[:1] == ["explain"]):
         raise ConfigError(f"--html writes what a search finds, and this is none. Type {USAGE.partition(', or')[0]}")
     if arguments.theory:
-        plan_theory.show(arguments.params or "7.5e9", arguments.gpus or "64", arguments.json)
+        seq = None if arguments.seq is None else str(tokens_of(arguments.seq))
+        names = "params", "gpus", *SHAPE
+        plan_theory.show({name: getattr(arguments, name) for name in names} | {"seq": seq}, arguments.json)
         return 0
+    if said := [f"--{name}" for name in SHAPE if getattr(arguments, name) is not None]:
+        raise ConfigError(f"{said[0]} is for --theory, and a plan takes it from its MODEL. Type {USAGE}")
     if words[:1] == ["explain"]:
         from zero3d.tools.cli import plan_explain  # with all that opens the file of a run
 
@@ -141,7 +154,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
     if arguments.optimizer not in NAMES:
         raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
-    file = RunFile.of(path)
+    file = RunFile.of(path, cluster.gpu.precision)
     quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
     optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
     room, margin = room_of(arguments, cluster), margin_of(arguments.margin)

@@ -190,6 +190,7 @@ def _lines(explained: Explained) -> Iterator[str]:
     plan, estimate = row.plan, row.estimate
     yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
+    yield from plan_text.without_bf16(plan, cluster)
     yield ""
     yield from plan_text.memory_lines(estimate.memory)
     yield _verdict(explained)

@@ -37,14 +37,17 @@ class RunFile(NamedTuple):
     config: Config
 
     @classmethod
-    def of(cls, words: str | None) -> RunFile | None:
-        """Read a MODEL that is the file of a run; None for any other. Raises ConfigError."""
+    def of(cls, words: str | None, precision: str = "bf16") -> RunFile | None:
+        """Read a MODEL that is the file of a run; None for any other. Raises ConfigError.
+
+        precision  in which plans are searched
+        """
         if words is None or not words.endswith(ENDINGS) or not Path(words).is_file():
             return None
         config = load_filled(words).config
-        if config.precision != "bf16":
+        if config.precision not in (precision, "bf16"):
             raise ConfigError(
-                f"{words}: plans are searched in bf16, and precision is {config.precision}: zero3d plan explain "
+                f"{words}: plans are searched in {precision}, and precision is {config.precision}: zero3d plan explain "
                 "prices it."
             )
         return cls(read_tree(Path(words)), config)
@@ -85,4 +88,6 @@ class RunFile(NamedTuple):
         tree["data"] = {**(self.tree.get("data") or {}), "length": planned["data"]["length"]}
         if "packing" in planned["data"]:
             tree["data"]["packing"] = planned["data"]["packing"]
+        if planned["precision"] != self.config.precision:  # of a card without bf16
+            tree["precision"] = planned["precision"]
         return {**tree, "activations": planned["activations"], "output": self.tree.get("output") or planned["output"]}

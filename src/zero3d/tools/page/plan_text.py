@@ -104,9 +104,11 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
         f"sequences of {model.length:,} tokens ({model.provenance})"
     )
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node}"
+    machines = f" in {cluster.hosts} machines" if cluster.hosts > cluster.nodes else ""
+    each = f" ({cluster.inside.to(1) / 1e9:g} to each other GPU)" if cluster.inside.partners else ""
     yield (
-        f"{cluster.gpus} x {cluster.gpu.name} with {binary(cluster.gpu.memory)} ({nodes}; "
-        f"{cluster.inside.bandwidth / 1e9:g} GB/s inside, {cluster.across.bandwidth / 1e9:g} GB/s across per GPU)"
+        f"{cluster.gpus} x {cluster.gpu.name} with {binary(cluster.gpu.memory)} ({nodes}{machines}; "
+        f"{cluster.inside.bandwidth / 1e9:g} GB/s inside{each}, {cluster.across.bandwidth / 1e9:g} GB/s across per GPU)"
     )
     yield f"{sequences:,} sequences = {sequences * model.length:,} tokens a step"
 
@@ -121,6 +123,19 @@ def headline(answer: Answer) -> Iterator[str]:
     yield f"   {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, {rest}"
     yield f"   {_seconds(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
     yield f"   margin {100 * answer.margin.share:.3g} %: {answer.margin.origin}"
+    yield from (f"   {line}" for line in without_bf16(row.plan, cluster))
+
+
+def without_bf16(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[str]:
+    """Yield a line where a card does not multiply in bf16: what a plan has instead, or what it should."""
+    if cluster.gpu.bf16:
+        return
+    card = f"{cluster.gpu.name} does not multiply in bf16"
+    if plan.precision == "bf16":
+        yield f"{card}: these are the rates of precision=fp16, and bf16 is slower"
+    elif plan.precision == "fp16":
+        yield f"{card}: planned in fp16, whose loss is scaled (precision: fp16)"
+
 
 
 def would_end(ends: Ends | None) -> str:
@@ -430,12 +445,12 @@ def _duration(seconds: float) -> str:
 def head(answer: Answer, asks: bool) -> str:
     """Write the comment at the top of an emitted file. asks: its data are to be filled in."""
     plan, estimate = answer.best.plan, answer.best.estimate
-    nodes = f" --nodes {answer.cluster.nodes}" if answer.cluster.nodes > 1 else ""
+    nodes = f" --nodes {answer.cluster.hosts}" if answer.cluster.hosts > 1 else ""
     return (
         f"# {short(plan)}\n"
         f"# planned: {around(estimate.memory.device, answer.margin.share)} GiB of each GPU, "
         f"{_seconds(estimate.seconds)} s a step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
-        f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.per_node}\n"
+        f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.on_host}\n"
         "# output is a folder that all machines share; "
         + (
             f"{FILL_ME} stands for your data, and for the folder of the model's tokenizer (leave it out for token ids "

@@ -52,6 +52,7 @@ def ladder(
         dp=cluster.gpus,
         sp=sp,
         accumulate=max(1, sequences * sp // cluster.gpus),
+        precision=cluster.gpu.precision,
         activations="full",
         tiled_loss=model.length >= LONG or AUTO,
         optimizer=optimizer,

@@ -213,7 +213,7 @@ def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
     per_node = min(gpus, cluster.per_node)
     if gpus % per_node:
         raise ConfigError(f"{gpus} GPUs are not a whole number of nodes of {per_node}.")
-    return replace(cluster, nodes=gpus // per_node, per_node=per_node)
+    return cluster.sized(gpus // per_node, per_node)
 
 
 def _sizes(cluster: ClusterSpec) -> Iterator[int]:
@@ -296,6 +296,7 @@ def _groups(
                         zero=Zero(stage, **pipeline_moments(stage, pp)),
                         offload=away,
                         mesh=Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced),
+                        precision=cluster.gpu.precision,
                         activations=activations,
                         virtual=virtual,
                         tiled_loss=model.length >= LONG or AUTO,

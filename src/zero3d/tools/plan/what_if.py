@@ -131,7 +131,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     yield from _declared("zero", plan)
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
-    now = algorithm_on(plan, cluster.per_node)
+    now = algorithm_on(plan, cluster.on_host)
     way = ALL_TO_ALL if now == NATIVE else NATIVE
     if (
         plan.dp > 1
