@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from zero3d.config import Config, Model, to_dict
+from zero3d.config.sections import Plan as PlannedFor
 from zero3d.data.files import FILL_ME
 from zero3d.data.tokenizers import BYTES, OF_BYTES
 from zero3d.errors import ConfigError, short
@@ -41,8 +42,9 @@ from zero3d.tools.cli.plan_theory import parse_params
 from zero3d.tools.cli.planned_file import RunFile
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.tools.page import plan_text
-from zero3d.tools.plan.emit import deepspeed_config, train_config
+from zero3d.tools.plan.emit import ADAPTERS, NEW, WEIGHTS, deepspeed_config, planned_for, train_config, whole_run
 from zero3d.tools.plan.estimate import device_at_least, evaluate
+from zero3d.tools.plan.goodput import goodput
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
@@ -147,14 +149,16 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     if arguments.top < 1:
         raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
     price = price_of(arguments)
-    cluster = open_cluster(arguments)
+    file = RunFile.of(path)
+    cluster = open_cluster(arguments, file.config.plan if file else PlannedFor())
     if arguments.goal not in GOALS:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
     if arguments.offload not in OFFLOADS:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
     if arguments.optimizer not in NAMES:
         raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
-    file = RunFile.of(path, cluster.gpu.precision)
+    if file is not None:
+        file.check(cluster.gpu.precision)
     quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
     optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
     room, margin = room_of(arguments, cluster), margin_of(arguments.margin)
@@ -298,10 +302,17 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
             raise ConfigError("--emit writes a file for `zero3d train`, which needs a MODEL, not --params.")
         known = file.config.model.path if file else path
         tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
+        tree["plan"] = planned_for(answer.cluster, arguments.cluster)
         asks = not file and _asks_for_data(path)
         if asks:
             tree["data"] = {"train": FILL_ME} | tree["data"]
-        tree = (file.with_plan(tree) if file else tree) | _adapters(arguments.lora)
+        adapters = _adapters(arguments.lora)
+        if file:
+            tree = file.with_plan(tree) | adapters
+        else:
+            save = goodput(answer.model, answer.cluster)
+            trained = ADAPTERS if adapters else WEIGHTS if has_weights(path) else NEW
+            tree = whole_run(tree | adapters, trained, rows[0].estimate, save, answer.tokens)
         texts[arguments.emit] = plan_text.head(answer, asks) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next(
@@ -335,6 +346,12 @@ def _adapters(asked: str | None) -> dict[str, Any]:
         return {}
     choice, plain = to_dict(Config(lora=lora_of(asked)))["lora"], to_dict(Config())["lora"]
     return {"lora": {key: value for key, value in choice.items() if value != plain[key]}}
+
+
+def has_weights(path: str) -> bool:
+    """Return whether a run starts from weights: a folder has some."""
+    folder = Path(path)
+    return folder.is_dir() and any(any(folder.glob(f"*{ending}")) for ending in (".safetensors", ".bin"))
 
 
 def _tokenizer(path: str) -> str | None:

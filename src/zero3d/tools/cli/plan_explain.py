@@ -90,8 +90,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     margin = margin_of(arguments.margin)
     if arguments.quantize:
         config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
-    cluster = open_cluster(arguments)
-    plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
+    cluster = open_cluster(arguments, config.plan)
+    said = arguments.gpus or arguments.nodes or arguments.cluster or config.plan.gpus
+    plan = plan_of(config, cluster.gpus if said else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora
     model = open_spec(
         config.model.path,

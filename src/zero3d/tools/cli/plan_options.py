@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from zero3d.config import Lora
-from zero3d.config.sections import ALL_LINEAR
+from zero3d.config.sections import ALL_LINEAR, Plan
 from zero3d.errors import ConfigError, short
 from zero3d.spec.formats import FORMATS
 from zero3d.tools.cli.plan_theory import MOST_PARAMS, parse_gpus, parse_params
@@ -19,12 +19,19 @@ BINARY = {"k": 1 << 10, "m": 1 << 20}
 UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 
 
-def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
-    """Return the cluster of --gpu, --gpus, --nodes and --cluster; a calibrated file says all. Raises ConfigError."""
+def open_cluster(arguments: argparse.Namespace, planned: Plan = Plan()) -> ClusterSpec:  # noqa: B008 (frozen)
+    """Return the cluster of --gpu, --gpus, --nodes and --cluster; a calibrated file says all. Raises ConfigError.
+
+    planned  what the file of a run says, of which an option displaces what it says itself: another card is measured by
+             another file, and other numbers of GPUs and nodes go together
+    """
     gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
     nodes = parse_gpus(arguments.nodes, "--nodes") if arguments.nodes else None
-    known = read_file(arguments.cluster) if arguments.cluster else {}
-    name = arguments.gpu or base_of(known) or GPU
+    if gpus is None and nodes is None:
+        gpus, nodes = planned.gpus, planned.nodes
+    file = arguments.cluster or (None if arguments.gpu else planned.cluster)
+    known = read_file(file) if file else {}
+    name = arguments.gpu or (base_of(known) if arguments.cluster else planned.gpu or base_of(known)) or GPU
     if arguments.gpu:
         card(arguments.gpu)
         check_card(arguments.cluster, known, arguments.gpu, "--gpu says")
@@ -33,7 +40,7 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
         gpus = nodes * int(known["per_node"])
     if gpus is None:
         gpus = GPUS if nodes is None else nodes * card(name).per_node
-    found = cluster(name, gpus, nodes, arguments.cluster)
+    found = cluster(name, gpus, nodes, file)
     if arguments.watts is None:
         return found
     if not 0 < arguments.watts < 1e6:

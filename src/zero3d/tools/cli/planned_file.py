@@ -2,6 +2,7 @@
 
     of the file     model, lora, freeze, data.length, data.packing, train.batch, train.steps (how long), optimizer.name
     of the plan     mesh, zero, offload, activations, train.micro_batch, train.accumulate; train.tiled_loss if it says
+    written, too    plan.gpus, plan.gpu: what it is planned for
     stays           everything else: data, output, learning rates, ...
 
 What a command says (--seq, --lora, --tokens-per-batch, ...) is taken in place of the file's.
@@ -26,6 +27,7 @@ from zero3d.train.setup.left_out import load_filled
 
 ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
+FOR = "plan"  # the section of what it was planned for
 REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
 PORTIONS = (*REPLACED, "tiled_loss")  # of train that a plan may say
 
@@ -37,20 +39,19 @@ class RunFile(NamedTuple):
     config: Config
 
     @classmethod
-    def of(cls, words: str | None, precision: str = "bf16") -> RunFile | None:
-        """Read a MODEL that is the file of a run; None for any other. Raises ConfigError.
-
-        precision  in which plans are searched
-        """
+    def of(cls, words: str | None) -> RunFile | None:
+        """Read a MODEL that is the file of a run; None for any other. Raises ConfigError."""
         if words is None or not words.endswith(ENDINGS) or not Path(words).is_file():
             return None
-        config = load_filled(words).config
-        if config.precision not in (precision, "bf16"):
+        return cls(read_tree(Path(words)), load_filled(words).config)
+
+    def check(self, precision: str) -> None:
+        """Refuse a file of another precision than that in which plans are searched. Raises ConfigError."""
+        if self.config.precision not in (precision, "bf16"):
             raise ConfigError(
-                f"{words}: plans are searched in {precision}, and precision is {config.precision}: zero3d plan explain "
-                "prices it."
+                f"plans are searched in {precision}, and the file's precision is {self.config.precision}: zero3d plan "
+                "explain prices it."
             )
-        return cls(read_tree(Path(words)), config)
 
     def model(self, length: int | None, lora: Lora | None, on_card: bool = False) -> ModelSpec:
         """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
@@ -90,4 +91,5 @@ class RunFile(NamedTuple):
             tree["data"]["packing"] = planned["data"]["packing"]
         if planned["precision"] != self.config.precision:  # of a card without bf16
             tree["precision"] = planned["precision"]
+        tree[FOR] = {**(self.tree.get(FOR) or {}), **planned[FOR]}
         return {**tree, "activations": planned["activations"], "output": self.tree.get("output") or planned["output"]}

@@ -451,12 +451,12 @@ def head(answer: Answer, asks: bool) -> str:
         f"# planned: {around(estimate.memory.device, answer.margin.share)} GiB of each GPU, "
         f"{_seconds(estimate.seconds)} s a step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
         f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.on_host}\n"
-        "# output is a folder that all machines share; "
+        "# output is a folder that all machines share\n"
         + (
-            f"{FILL_ME} stands for your data, and for the folder of the model's tokenizer (leave it out for token ids "
-            "in .npy files)\n"
+            f"# {FILL_ME} stands for your data, and for the folder of the model's tokenizer (leave that out for token "
+            "ids in .npy files)\n"
             if asks
-            else "data.train is the text of Python's standard library until you say data.train: FILES\n"
+            else "# data.train is the text of Python's standard library until you say data.train: FILES\n"
         )
     )
 
