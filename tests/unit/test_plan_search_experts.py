@@ -4,8 +4,9 @@ import pytest
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
+from zero3d.tools.page.plan_json import as_json, row_json
 from zero3d.tools.page.plan_page import plan_page
-from zero3d.tools.page.plan_text import Answer, as_json, as_text, row_json
+from zero3d.tools.page.plan_text import Answer, as_text
 from zero3d.tools.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster

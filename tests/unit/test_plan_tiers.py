@@ -15,7 +15,7 @@ from zero3d.offload.rounding import TILE
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import tiers_of
 from zero3d.tools.cli.main import main
-from zero3d.tools.page import plan_text
+from zero3d.tools.page import plan_json, plan_text
 from zero3d.tools.page.plan_page import plan_page
 from zero3d.tools.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.tools.plan.estimate import evaluate
@@ -390,7 +390,7 @@ def test_the_text_and_the_page_show_every_place(answer):
     whole = 1024 * 4096 + (4 * 6 + 2) * 4096  # on both ranks: positions, norms and biases behind sums
     assert memory.away["disk"]["optimizer"] == 2 * 12 * (LARGE.params + whole) / 2  # two slots of 12 bytes
     assert line.endswith("= 12.2 GB")
-    told = json.loads(json.dumps(plan_text.as_json(answer)))["plans"][0]
+    told = json.loads(json.dumps(plan_json.as_json(answer)))["plans"][0]
     assert told["plan"]["offload"] == "disk"
     assert told["memory"]["away"] == memory.away
     assert told["memory"]["disk"] == memory.tiers["disk"]

@@ -222,6 +222,7 @@ def test_the_peak_is_compared_with_a_cards_memory():
     room = Room.of(SimpleNamespace(ranks=peaks), config, cards_of(config, 2, "a6000", None))
     assert (room.alive, room.reserved) == (40 << 30, pytest.approx(2 << 30))
     assert room.communicators > 0
+    assert room.shown == pytest.approx((42 << 30) + 0.6e9 + room.communicators)
     said = str(room)
     assert said.startswith(f"On a6000: {binary(room.shown)} of 48 GiB, {binary(room.memory - room.shown)} left: 40 GiB")
     small = str(room._replace(memory=float(24 << 30)))

@@ -41,7 +41,7 @@ from zero3d.tools.cli.plan_options import (
 from zero3d.tools.cli.plan_theory import parse_params
 from zero3d.tools.cli.planned_file import RunFile
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
-from zero3d.tools.page import plan_text
+from zero3d.tools.page import plan_json, plan_text
 from zero3d.tools.plan.emit import ADAPTERS, NEW, WEIGHTS, deepspeed_config, planned_for, train_config, whole_run
 from zero3d.tools.plan.estimate import device_at_least, evaluate
 from zero3d.tools.plan.goodput import goodput
@@ -185,7 +185,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, price, links, end)
     _write(arguments, answer, path, file)
     print(
-        json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
+        json.dumps(plan_json.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
     if arguments.assert_fits and best.lacks:
         return 1

@@ -18,7 +18,7 @@ from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.cli.plan_options import format_of, lora_of, margin_of, number, open_cluster, price_of, room_of
 from zero3d.tools.cli.train import config_source
-from zero3d.tools.page import plan_text
+from zero3d.tools.page import plan_json, plan_text
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.margin import Ends, Margin, Range, ends, usable
@@ -174,15 +174,15 @@ def _json(explained: Explained) -> dict[str, Any]:
     """Return what the lines say as plain values."""
     model, cluster, row, _, margin, tokens, price = explained
     return {
-        **plan_text.row_json(row),
-        **plan_text.plan_json(model, cluster, row, explained.limit, margin, explained.ends),
+        **plan_json.row_json(row),
+        **plan_json.plan_json(model, cluster, row, explained.limit, margin, explained.ends),
         "fits": explained.fits,
         "instants": [
             {"instant": name, **{category: size for category, size in parts.items() if size}}
             for name, parts in plan_text.shown_instants(instants(model, row.plan))
         ],
-        "what_if": plan_text.knobs_json(what_if(row, model, cluster, evaluate)),
-        "cost": plan_text.cost_json(row.estimate, cluster, tokens, price),
+        "what_if": plan_json.knobs_json(what_if(row, model, cluster, evaluate)),
+        "cost": plan_json.cost_json(row.estimate, cluster, tokens, price),
     }
 
 
