@@ -272,7 +272,7 @@ def test_the_page_says_what_was_found():
     assert "GPU-hours per billion tokens" in text
     assert "A note." in text
     ranked = next(tree(text).iter("tbody"))
-    assert [row[0].text for row in ranked] == ["1", "2", "3"]
+    assert [row[0].text for row in ranked] == ["*1", "2", "3"]
 
 
 @pytest.mark.parametrize("by_category", [False, True])
@@ -322,7 +322,10 @@ def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
 def test_the_bars_of_plans_have_the_numbers_of_the_table():
     root = tree(plan_page(answer(40), 10))
     ranked = next(root.iter("tbody"))
-    numbered = [f"{row[0].text}:  {row[1].text}, stage {row[2].text}" for row in ranked][:8]
+    numbered = [
+        f"{row[0].text.lstrip('*')}:  {row[1].text}{'' if row[2].text == '-' else f', stage {row[2].text}'}"
+        for row in ranked
+    ][:8]
     assert numbered[0].startswith("1:  ")
     for name in ("memory", "step"):
         (drawing,) = (each for each in root.iter("svg") if each[0].get("id") == f"{name}-title")

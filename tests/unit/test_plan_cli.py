@@ -12,7 +12,7 @@ from zero3d.config.sections import Plan
 from zero3d.errors import ConfigError
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan_options import open_cluster, tokens_of
-from zero3d.tools.page.plan_text import shown_instants
+from zero3d.tools.page.explain_text import shown_instants
 from zero3d.tools.plan.emit import ADAPTERS, HELD_OUT, NEW, USUAL, WEIGHTS, planned_for, whole_run
 from zero3d.tools.plan.goodput import Goodput
 from zero3d.tools.plan.hardware import CATALOGUE, cluster
@@ -265,7 +265,7 @@ def test_hours_are_energy_and_money_where_watts_and_a_price_are_known(plan):
 
 def test_deepspeed_json_says_what_the_best_plan_says(plan, tmp_path):
     file = tmp_path / "ds.json"
-    best = json.loads(plan(*DEMO, "--json", "--emit-deepspeed", file)[1])["plans"][0]["plan"]
+    best = json.loads(plan(*DEMO, "--json", "--emit-deepspeed", file)[1])["recommended"]["plan"]
     tree = json.loads(file.read_text())
     assert tree["train_batch_size"] == 8
     assert tree["train_micro_batch_size_per_gpu"] == best["micro_batch"]
@@ -345,7 +345,7 @@ def test_sequences_beyond_computed_positions_are_planned_with_a_note(plan, long_
     code, out, _ = plan(long_demo, "--seq", "128k", "--gpus", 2, "--tokens-per-batch", 2 << 17)
     assert code == 0
     assert "traced, beyond its 65,536 positions" in out
-    assert "config.json with 131,072 or more max_position_embeddings" in out
+    assert "config.json with 131,072 or more max_position_embeddings" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("text", "tokens"), [

@@ -385,12 +385,11 @@ def test_the_text_and_the_page_show_every_place(answer):
     assert "No plan fits with all states on the GPU" in text
     memory = answer.best.estimate.memory
     (line,) = [line for line in text.splitlines() if "states of a rank on the disk" in line]
-    assert answer.best.plan.tp == 2
+    assert (answer.best.plan.tp, answer.best.plan.dp) == (1, 2)  # simpler than tp 2, and as fast
     assert LARGE.params == 1_015_767_040
-    whole = 1024 * 4096 + (4 * 6 + 2) * 4096  # on both ranks: positions, norms and biases behind sums
-    assert memory.away["disk"]["optimizer"] == 2 * 12 * (LARGE.params + whole) / 2  # two slots of 12 bytes
+    assert memory.away["disk"]["optimizer"] == 2 * 12 * LARGE.params / 2  # two slots of 12 bytes
     assert line.endswith("= 12.2 GB")
-    told = json.loads(json.dumps(plan_json.as_json(answer)))["plans"][0]
+    told = json.loads(json.dumps(plan_json.as_json(answer)))["recommended"]
     assert told["plan"]["offload"] == "disk"
     assert told["memory"]["away"] == memory.away
     assert told["memory"]["disk"] == memory.tiers["disk"]

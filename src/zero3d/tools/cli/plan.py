@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import cache, partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from zero3d.tools.cli.plan_theory import parse_params
 from zero3d.tools.cli.planned_file import RunFile
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.tools.page import plan_json, plan_text
+from zero3d.tools.plan.choice import choose
 from zero3d.tools.plan.emit import ADAPTERS, NEW, WEIGHTS, deepspeed_config, planned_for, train_config, whole_run
 from zero3d.tools.plan.estimate import device_at_least, evaluate
 from zero3d.tools.plan.goodput import goodput
@@ -55,7 +57,8 @@ from zero3d.tools.plan.spec import ClusterSpec, Evaluate, Forward, ModelSpec
 from zero3d.tools.plan.what_if import what_if
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
-TOKENS = 4 * 2**20  # of a step, where nothing is said
+TOKENS = 4 * 2**20  # of a step of pretraining, where nothing is said
+TUNED = 64 * 2**10, 128 * 2**10  # of a fine-tune's, least and most
 SHAPE = {
     "layers": "number of layers",
     "hidden": "width of a layer",
@@ -164,7 +167,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     room, margin = room_of(arguments, cluster), margin_of(arguments.margin)
     model = open_model(arguments, path, file, cluster.gpu.name != CPU)
     tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
-    sequences = _sequences(arguments, model, cluster, file)
+    tuned = bool(arguments.lora) or (is_tuned(file.config) if file else path is not None and has_weights(path))
+    sequences, batch = sequences_of(arguments, model, cluster, file, tuned)
     target = Target(sequences, room, arguments.goal, arguments.offload, optimizer, quantize, margin)
     priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
     result = _searched(model, cluster, target, priced)
@@ -175,14 +179,14 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
             print(plan_text.nothing_fits(model, cluster, target, result, None))
             return 1
         raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
-    best = result.rows[0]
+    best = choose(result.rows, target.goal).row
     used = resized(cluster, best.plan.world)
     limit = target.usable(model, best.plan)
     rungs = ladder(model, used, target.sequences, limit, priced, target.optimizer)
     knobs = what_if(best, model, used, priced)
     links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
     end = None if best.lacks else ends(model, used, best.plan, limit, priced)
-    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, price, links, end)
+    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, price, links, end, batch)
     _write(arguments, answer, path, file)
     print(
         json.dumps(plan_json.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
@@ -257,11 +261,22 @@ def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], pri
     return () if plan is None else ways(model, plan, cluster, priced, any_stage=True)
 
 
-def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None) -> int:
-    """Return sequences of a step. Raises ConfigError for tokens that are no whole ones, or too few for every GPU."""
+def is_tuned(config: Config) -> bool:
+    """Return whether a run adapts a model, or starts from weights."""
+    return config.lora.rank is not None or (config.model.init == "weights" and has_weights(config.model.path))
+
+
+def sequences_of(
+    arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None, tuned: bool
+) -> tuple[int, str]:
+    """Return sequences of a step, and who says so many. Raises ConfigError for tokens that are no whole ones."""
     tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
     if tokens is None:
-        return (file.config.train.batch if file else None) or _typical_batch(model, cluster)
+        if file and file.config.train.batch:
+            return file.config.train.batch, "train.batch of the file"
+        what = "a fine-tune's default, 64k to 128k" if tuned else "pretraining's default, about 4 M"
+        sequences = tuning_batch(model, cluster) if tuned else _typical_batch(model, cluster)
+        return sequences, f"{what} (--tokens-per-batch)"
     sequences = int(tokens) // model.length
     if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
@@ -269,7 +284,14 @@ def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: Cluster
             f"--tokens-per-batch {arguments.tokens_per_batch} is not a multiple of sequences of {model.length}: "
             f"{int(tokens)} / {model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
         )
-    return sequences
+    return sequences, ""
+
+
+def tuning_batch(model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Return the fewest sequences for all GPUs that have as many tokens as TUNED says, else the most; one each."""
+    least, most = (tokens / model.length / cluster.gpus for tokens in TUNED)
+    each = ceil(least)
+    return max(1, each if each <= most else int(most)) * cluster.gpus
 
 
 def _typical_batch(model: ModelSpec, cluster: ClusterSpec) -> int:
@@ -295,13 +317,13 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
 
 def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None, file: RunFile | None) -> None:
     """Write the files that --emit, --emit-deepspeed and --html name. Raises ConfigError before any is written."""
-    rows = answer.result.rows
+    rows, best = answer.result.rows, answer.best
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None:
             raise ConfigError("--emit writes a file for `zero3d train`, which needs a MODEL, not --params.")
         known = file.config.model.path if file else path
-        tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
+        tree = train_config(answer.model, best.plan, known, None if file else _tokenizer(path))
         tree["plan"] = planned_for(answer.cluster, arguments.cluster)
         asks = not file and _asks_for_data(path)
         if asks:
@@ -312,11 +334,12 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         else:
             save = goodput(answer.model, answer.cluster)
             trained = ADAPTERS if adapters else WEIGHTS if has_weights(path) else NEW
-            tree = whole_run(tree | adapters, trained, rows[0].estimate, save, answer.tokens)
+            tree = whole_run(tree | adapters, trained, best.estimate, save, answer.tokens)
         texts[arguments.emit] = plan_text.head(answer, asks) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next(
-            (row for row in rows if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel), rows[0]
+            (row for row in (best, *rows) if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel),
+            best,
         )
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
     if arguments.html:
@@ -329,7 +352,7 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         except OSError as error:
             raise ConfigError(f"{name}: cannot be written ({error.strerror}).") from error
         print(f"written: {name}", file=sys.stderr)
-    if arguments.emit_deepspeed and flat.plan != rows[0].plan:
+    if arguments.emit_deepspeed and flat.plan != best.plan:
         print(
             f"DeepSpeed's JSON has no pipelines, so it has another plan: {plan_text.short(flat.plan)}", file=sys.stderr
         )

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from zero3d.config import Config, split_words
@@ -18,7 +19,7 @@ from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.cli.plan_options import format_of, lora_of, margin_of, number, open_cluster, price_of, room_of
 from zero3d.tools.cli.train import config_source
-from zero3d.tools.page import plan_json, plan_text
+from zero3d.tools.page import explain_text, plan_json, plan_text
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.margin import Ends, Margin, Range, ends, usable
@@ -28,7 +29,7 @@ from zero3d.tools.plan.rollout import Rollout, split
 from zero3d.tools.plan.search import Row, Target, resized, tp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Forward, ModelSpec, ParallelPlan
 from zero3d.tools.plan.weights import weights_note, with_weights
-from zero3d.tools.plan.what_if import what_if
+from zero3d.tools.plan.what_if import WhatIf, what_if
 from zero3d.train.setup.left_out import load_filled
 
 OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead
@@ -51,6 +52,7 @@ class Explained(NamedTuple):
 
     room    bytes of a GPU for it and its margin, which is a share of what is planned
     tokens  of the whole training; price: of a GPU-hour
+    target  what other plans must do
     """
 
     model: ModelSpec
@@ -60,6 +62,7 @@ class Explained(NamedTuple):
     margin: Margin
     tokens: float | None
     price: float | None
+    target: Target
 
     @property
     def limit(self) -> float:
@@ -76,6 +79,10 @@ class Explained(NamedTuple):
     def ends(self) -> Ends | None:
         """Return what would no longer fit; None where the plan itself does not."""
         return ends(self.model, self.cluster, self.row.plan, self.limit, evaluate) if self.fits else None
+
+    def faster(self, knobs: Sequence[WhatIf]) -> list[WhatIf]:
+        """Return single changes that are faster and fit, too."""
+        return explain_text.faster(knobs, self.row, partial(self.target.usable, self.model), self.cluster)
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -120,13 +127,13 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
     tokens = asked or _tokens(config, row.estimate)
-    explained = Explained(model, cluster, row, target.room, target.margin_for(model, row.plan), tokens, price)
+    explained = Explained(model, cluster, row, target.room, target.margin_for(model, row.plan), tokens, price, target)
     if arguments.json:
         print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
-        for line in _lines(explained):  # as they come: Ctrl-C leaves those that are known
+        for line in plan_text.folded(_lines(explained)):  # as they come: Ctrl-C leaves those that are known
             print(line, flush=True)
-        print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
+        print("\n".join([] if rollout is None or parts is None else explain_text.rollout_lines(rollout, parts)))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > explained.limit)
 
 
@@ -172,16 +179,18 @@ def _tokens(config: Config, estimate: Estimate) -> float | None:
 
 def _json(explained: Explained) -> dict[str, Any]:
     """Return what the lines say as plain values."""
-    model, cluster, row, _, margin, tokens, price = explained
+    model, cluster, row, _, margin, tokens, price = explained[:7]
+    knobs = what_if(row, model, cluster, evaluate)
     return {
         **plan_json.row_json(row),
         **plan_json.plan_json(model, cluster, row, explained.limit, margin, explained.ends),
         "fits": explained.fits,
         "instants": [
             {"instant": name, **{category: size for category, size in parts.items() if size}}
-            for name, parts in plan_text.shown_instants(instants(model, row.plan))
+            for name, parts in explain_text.shown_instants(instants(model, row.plan))
         ],
-        "what_if": plan_json.knobs_json(what_if(row, model, cluster, evaluate)),
+        "what_if": plan_json.knobs_json(knobs),
+        "faster": plan_json.knobs_json(explained.faster(knobs)) if explained.fits else [],
         "cost": plan_json.cost_json(row.estimate, cluster, tokens, price),
     }
 
@@ -193,17 +202,19 @@ def _lines(explained: Explained) -> Iterator[str]:
     yield plan_text.short(plan)
     yield from plan_text.without_bf16(plan, cluster)
     yield ""
-    yield from plan_text.memory_lines(estimate.memory)
+    yield from explain_text.memory_lines(estimate.memory)
     yield _verdict(explained)
     yield ""
-    yield from plan_text.instant_lines(instants(model, plan))
+    yield from explain_text.instant_lines(instants(model, plan))
     yield ""
-    yield from plan_text.time_lines(row, cluster)
+    yield from explain_text.time_lines(row, cluster)
     yield from plan_text.cost_lines(estimate, cluster, explained.tokens, explained.price)
     yield ""
     yield "What if, one setting changed (memory, time of a step, what moves the peak):"
     knobs = what_if(row, model, cluster, evaluate)
     yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, explained.limit, cluster), "<>><<")
+    if explained.fits:
+        yield explain_text.faster_line(explained.faster(knobs))
     for note in estimate.notes:
         yield f"Note: {note}"
 

@@ -23,6 +23,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "sequences": answer.target.sequences,
         "goal": answer.target.goal,
         "tried": answer.result.tried,
+        "recommended": row_json(answer.best),
+        "equal": answer.choice.equal,
         "plans": [row_json(row) for row in distinct(answer.result.rows)],
         "rejected": [
             {

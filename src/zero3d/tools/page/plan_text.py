@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from textwrap import wrap
 from typing import NamedTuple
 
 from zero3d.data.files import FILL_ME
@@ -14,12 +15,12 @@ from zero3d.spec.text import GIB, binary, columns, count, size
 from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 from zero3d.tools.plan.bill import Bill
+from zero3d.tools.plan.choice import EQUAL, Choice, choose
 from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.tools.plan.inputs import without_effect
 from zero3d.tools.plan.ladder import Rung, differs
 from zero3d.tools.plan.links import Way, as_words, fastest
 from zero3d.tools.plan.margin import Ends, Margin, Range
-from zero3d.tools.plan.rollout import Rollout, Split
 from zero3d.tools.plan.search import (
     DEVICE_MEMORY,
     LONG,
@@ -35,8 +36,11 @@ from zero3d.tools.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSp
 from zero3d.tools.plan.what_if import Moved, WhatIf
 
 KNOBS = 5  # what-if lines
-LACKING = "~"  # marks plans that fit without their margin
-LINKS_HEAD = ("way", "settings", "GPU GiB", "step s", "of it dp", "unrounded")
+NARROW = 3  # plans shown that lack margin, where others have it
+WIDTH = 120  # columns
+TUNED = ("lora", "qlora")  # kinds of runs of which people ask what a card shows, not what is live
+RECOMMENDED, LACKING = "*", "~"  # marks plans that fit without their margin
+LINKS_HEAD = ("way", "settings", "GPU GiB", "step s", "of it dp s", "unrounded")
 LINKS_TITLE = "Ways to send data-parallel traffic between nodes, each with the best plan that has any"
 WAY_HEAD = ("mesh", "ZeRO", "GPU GiB", "step s", "why")
 
@@ -46,7 +50,8 @@ class Answer(NamedTuple):
 
     tokens  of the whole training; price: of a GPU-hour
     links   ways to train over links between nodes, where a file says what these are
-    ends    what would no longer fit beside the first plan, where that was looked for
+    ends    what would no longer fit beside the recommended plan, where that was looked for
+    batch   who says how large a step is, and what to type for another
     """
 
     model: ModelSpec
@@ -59,11 +64,17 @@ class Answer(NamedTuple):
     price: float | None = None
     links: Sequence[Way] = ()
     ends: Ends | None = None
+    batch: str = ""
+
+    @property
+    def choice(self) -> Choice:
+        """Return which plan is recommended."""
+        return choose(self.result.rows, self.target.goal)
 
     @property
     def best(self) -> Row:
-        """Return the first plan."""
-        return self.result.rows[0]
+        """Return the recommended plan."""
+        return self.choice.row
 
     @property
     def room(self) -> float:
@@ -82,19 +93,25 @@ class Answer(NamedTuple):
 
 
 def as_text(answer: Answer, top: int) -> str:
-    """Write everything, the ranked table first."""
-    shown = distinct(answer.result.rows)[:top]
-    lines = [*heading(answer.model, answer.cluster, answer.target.sequences), "", *headline(answer), ""]
-    lines += _ranked(shown, answer)
+    """Write everything, the ranked table first, in lines of at most WIDTH columns."""
+    lines = [*heading(answer.model, answer.cluster, answer.target.sequences, answer.batch), "", *headline(answer), ""]
+    lines += _ranked(answer, top)
     for title, found in compared_ways(answer):
         lines += ["", f"{title}:", *columns([("", *WAY_HEAD), *way_rows(found)], "<<<>><")]
     lines += ["", *links_lines(answer.links, answer.cluster, answer.limit)] if answer.links else []
     lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
-    return "\n".join(lines)
+    return "\n".join(folded(lines))
 
 
-def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[str]:
-    """Yield lines: what is trained, where, in which portions."""
+def folded(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines of at most WIDTH columns: what is longer goes on below, further in."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 3)
+        yield from wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int, batch: str = "") -> Iterator[str]:
+    """Yield lines: what is trained, where, in which portions. batch: who says how large a step is."""
     trainable = "" if model.trainable == model.params else f" ({count(model.trainable)} of them trainable)"
     yield (
         f"{model.name}: {count(model.weights)} parameters{trainable}, {len(model.blocks)} blocks of {model.hidden:,}, "
@@ -107,20 +124,35 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
         f"{cluster.gpus} x {cluster.gpu.name} with {binary(cluster.gpu.memory)} ({nodes}{machines}; "
         f"{cluster.inside.bandwidth / 1e9:g} GB/s inside{each}, {cluster.across.bandwidth / 1e9:g} GB/s across per GPU)"
     )
-    yield f"{sequences:,} sequences = {sequences * model.length:,} tokens a step"
+    yield f"{sequences:,} sequences = {sequences * model.length:,} tokens a step{f': {batch}' if batch else ''}"
 
 
 def headline(answer: Answer) -> Iterator[str]:
-    """Yield lines: the first plan, its memory and its step with their ranges, and what would end it."""
+    """Yield lines: the recommended plan, why this one, its memory and step with their ranges, what would end it."""
     row, cluster = answer.best, answer.cluster
     memory = Range.of(row.estimate.memory.device, answer.margin.share)
-    yield f"{answer.target.goal.capitalize()}: {short(row.plan)}"
+    yield f"Recommended: {short(row.plan)}"
+    yield f"   {why_this(answer.choice, answer.target.goal)}"
     left = answer.room - memory.high
     rest = f"{binary(left)} left{would_end(answer.ends)}" if left >= 0 else f"{binary(-left)} of the margin lacking"
-    yield f"   {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, {rest}"
-    yield f"   {_seconds(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
+    yield f"   needs {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, {rest}"
+    if answer.margin.kind in TUNED:
+        yield f"   that is what the card reserves: {binary(row.estimate.memory.allocated)} of it are live tensors"
+    yield f"   {seconds_text(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
     yield f"   margin {100 * answer.margin.share:.3g} %: {answer.margin.origin}"
     yield from (f"   {line}" for line in without_bf16(row.plan, cluster))
+
+
+def why_this(choice: Choice, goal: str) -> str:
+    """Say by what a plan is recommended."""
+    near = f"within {100 * EQUAL:g} % of "
+    apart = "which predictions do not tell apart"
+    if choice.equal == 1:
+        return f"the {goal}: no other such plan is {near}it"
+    if choice.row is choice.fastest:
+        return f"the {goal}, and the simplest of {choice.equal:,} plans {near}it, {apart}"
+    seconds = figure(choice.fastest.estimate.seconds.mid)
+    return f"the simplest of {choice.equal:,} plans {near}the {goal} ({seconds} s a step), {apart}"
 
 
 def without_bf16(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[str]:
@@ -160,11 +192,19 @@ def mfu(row: Row, cluster: ClusterSpec) -> float:
 
 
 def mesh(plan: ParallelPlan) -> str:
-    """Name the degrees: pp 8 x dp 2 x tp 8."""
-    text = " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES)
+    """Name the degrees: pp 8 x dp 2 x tp 8 (shard 8)."""
+    return f"{axes(plan)} ({', '.join(_folds(plan))})" if _folds(plan) else axes(plan)
+
+
+def axes(plan: ParallelPlan) -> str:
+    """Name the degrees of the mesh itself."""
+    return " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES)
+
+
+def _folds(plan: ParallelPlan) -> list[str]:
+    """Name the degrees of axes that lie in dp, where they are not as usual."""
     degrees = {fold: getattr(plan, fold.name) for fold in FOLDS}
-    folds = [f"{fold.name} {degree}" for fold, degree in degrees.items() if degree != (fold.usual or plan.dp)]
-    return f"{text} ({', '.join(folds)})" if folds else text
+    return [f"{fold.name} {degree}" for fold, degree in degrees.items() if degree != (fold.usual or plan.dp)]
 
 
 def settings(plan: ParallelPlan) -> str:
@@ -189,8 +229,16 @@ def _said(section: Zero | Mesh | Offload, plan: ParallelPlan) -> Iterator[str]:
 
 def short(plan: ParallelPlan) -> str:
     """Describe a plan in a sentence."""
-    text = f"{mesh(plan)}, stage {plan.zero.stage}, micro-batch {plan.micro_batch}, {settings(plan)}"
+    stage = "" if stage_of(plan) == "-" else f"stage {stage_of(plan)}, "
+    text = f"{mesh(plan)}, {stage}micro-batch {plan.micro_batch}, {settings(plan)}"
     return text.removesuffix(", -")
+
+
+def stage_of(plan: ParallelPlan) -> str:
+    """Name a plan's ZeRO stage: over one rank all are alike, but for what may leave the device."""
+    if plan.shard > 1:
+        return str(plan.zero.stage)
+    return f"{plan.zero.stage} (to offload)" if plan.zero.stage and plan.offload.states else "-"
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
@@ -200,43 +248,68 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
         plan, away = row.plan, row.plan.offload
         degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp, plan.shard
         places = away.optimizer, away.params, away.gradients
-        kept.setdefault((*degrees, plan.zero.stage, plan.schedule, *places), row)
+        kept.setdefault((*degrees, stage_of(plan), plan.schedule, *places), row)
     return list(kept.values())
 
 
-def _ranked(rows: Sequence[Row], answer: Answer) -> Iterator[str]:
-    target = answer.target
-    yield f"Plans that fit {binary(answer.room)} of a GPU with the margin, {target.goal} first:"
-    apart = held_apart(rows)
-    head = ("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GiB", "host GB", *(f"{name} GB" for name in apart))
-    table = [(*head, "step s", "tokens/s/GPU", "MFU", "why")]
-    for place, row in enumerate(rows, 1):
+def shown(answer: Answer, top: int) -> tuple[list[tuple[int, Row]], list[tuple[int, Row]]]:
+    """Return rows of tables with their places: those that fit, the recommended among them, and some without margin."""
+    rows, best = answer.result.rows, answer.best
+    parts = [row for row in rows if not row.lacks], [row for row in rows if row.lacks]
+    fit, narrow = (list(enumerate(distinct(part), 1)) for part in parts)
+    named = [(place, row) for place, row in fit[top:] if row is best]
+    return fit[:top] + named, narrow[: NARROW if fit else top]
+
+
+def _ranked(answer: Answer, top: int) -> Iterator[str]:
+    """Yield tables of plans, two lines each: figures, and below them settings and why."""
+    target, best = answer.target, answer.best
+    fit, narrow = shown(answer, top)
+    if fit:
+        yield f"Plans that fit {binary(answer.room)} of a GPU with the margin, {target.goal} first:"
+        yield from _table(fit, answer)
+    if narrow:
+        yield from [""] if fit else []
+        yield f"Plans that fit {binary(answer.room)} of a GPU, with less beyond them than the margin ({LACKING}):"
+        yield from _table(narrow, answer)
+    if best.plan.offload.states and target.offload == "auto":
+        yield "   No plan fits with all states on the GPU: in these plans states leave it."
+    elif best.plan.offload.activations_leave:
+        yield "   No plan fits with the inputs of recomputed blocks on the GPU: in these plans they wait on the host."
+    yield from (f"   {line}" for line in places_lines(best.estimate.memory))
+
+
+def _table(rows: Sequence[tuple[int, Row]], answer: Answer) -> Iterator[str]:
+    best, apart = answer.best, held_apart([row for _, row in rows])
+    head = ("", "mesh", "ZeRO", "micro x accum", "GPU GiB", "host GB", *(f"{name} GB" for name in apart))
+    table = [(*head, "step s", "tokens/s/GPU", "MFU")]
+    for place, row in rows:
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         rate = row.estimate.tokens / seconds.mid / plan.world
+        mark = RECOMMENDED if row is best else LACKING if row.lacks else ""
         table.append(
             (
-                f"{LACKING if row.lacks else ''}{place}",
-                mesh(plan),
-                str(plan.zero.stage),
+                f"{mark}{place}",
+                axes(plan),
+                stage_of(plan),
                 f"{plan.micro_batch} x {plan.accumulate}",
-                settings(plan),
-                around(memory.device, target.margin_for(answer.model, plan).share),
+                around(memory.device, answer.target.margin_for(answer.model, plan).share),
                 f"{memory.host / 1e9:.0f}",
                 *(f"{memory.tiers[name] / 1e9:.0f}" for name in apart),
-                _seconds(seconds),
+                figure(seconds.mid),
                 f"{rate:,.0f}",
                 f"{100 * mfu(row, answer.cluster):.0f} %",
-                ", ".join([*lacking(row), row.reason]),
             )
         )
-    yield from columns(table, "><<<<>>" + ">" * len(apart) + ">>><")
-    if any(row.lacks for row in rows):
-        yield f"   {LACKING} fits, and has less room beyond it than the margin."
-    if rows and rows[0].plan.offload.states and target.offload == "auto":
-        yield "   No plan fits with all states on the GPU: in these plans states leave it."
-    elif rows and rows[0].plan.offload.activations_leave:
-        yield "   No plan fits with the inputs of recomputed blocks on the GPU: in these plans they wait on the host."
-    yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
+    first, *lines = columns(table, "><<<>>" + ">" * len(apart) + ">>>")
+    yield first
+    indent = " " * (3 + max(len(cells[0]) for cells in table) + 2)
+    for line, (_, row) in zip(lines, rows, strict=True):
+        yield line
+        words = [*_folds(row.plan), *([] if settings(row.plan) == "-" else [settings(row.plan)])]
+        yield f"{indent}{'; '.join(filter(None, [', '.join(words), *lacking(row), row.reason]))}"
+    if any(row is best for _, row in rows):
+        yield f"   {RECOMMENDED} recommended"
 
 
 def lacking(row: Row) -> list[str]:
@@ -262,7 +335,7 @@ def way_rows(found: Sequence[tuple[str, Row | None]]) -> list[tuple[str, ...]]:
 
 def _way(row: Row) -> tuple[str, ...]:
     memory, seconds = row.estimate.memory, row.estimate.seconds
-    return mesh(row.plan), str(row.plan.zero.stage), gib(memory.device), figure(seconds.mid), row.reason
+    return mesh(row.plan), stage_of(row.plan), gib(memory.device), figure(seconds.mid), row.reason
 
 
 def links_lines(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> Iterator[str]:
@@ -298,7 +371,7 @@ def places_lines(memory: Memory) -> Iterator[str]:
         yield f"states of a rank on the {place}: {cells} = {size(int(sum(parts.values())), keep_zero=True)}"
 
 
-def _seconds(seconds: Seconds) -> str:
+def seconds_text(seconds: Seconds) -> str:
     return f"{figure(seconds.mid)} ({figure(seconds.low)}-{figure(seconds.high)})"
 
 
@@ -326,7 +399,7 @@ def missed(rejection: Rejection) -> str:
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     what = "memory of the fullest GPU, time of a step, what moves the peak"
-    yield f"What if one setting of the first plan changed ({what}):"
+    yield f"What if one setting of the recommended plan changed ({what}):"
     rows = knob_rows(answer.knobs[:KNOBS], best, answer.limit, answer.cluster)
     yield from columns(rows, "<>><<") if rows else ["   nothing to change"]
 
@@ -365,14 +438,26 @@ def ladder_title(answer: Answer) -> str:
     return f"The ladder of ZeRO stages and offload, with N = {n} data-parallel ranks and full recomputation"
 
 
+def rungs(answer: Answer) -> Iterator[tuple[str, Rung]]:
+    """Yield the rungs of the ladder with their names: over one rank stages are alike, but for what may leave it."""
+    alone, told = answer.ladder[0].plan.dp == 1, False
+    for rung in answer.ladder:
+        away = bool(rung.plan.offload.states)
+        if not alone:
+            yield rung.name, rung
+        elif away or not told:
+            told = told or not away
+            yield (f"{rung.plan.zero.stage} (to offload)" if away else "any stage"), rung
+
+
 def _ladder(answer: Answer) -> Iterator[str]:
     yield f"{ladder_title(answer)}:"
     rows = [("stage", "states GiB", "GPU GiB", "host GB", "step s", "")]
-    for rung in answer.ladder:
+    for name, rung in rungs(answer):
         memory = rung.estimate.memory
         rows.append(
             (
-                rung.name,
+                name,
                 gib(memory.states),
                 gib(memory.device),
                 f"{memory.host / 1e9:.0f}",
@@ -381,8 +466,9 @@ def _ladder(answer: Answer) -> Iterator[str]:
             )
         )
     yield from columns(rows, "<>>>><")
-    differing = differs(answer.ladder)
-    yield f"   {differing or 'the rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds for this N'}."
+    if answer.ladder[0].plan.dp > 1:
+        differing = differs(answer.ladder)
+        yield f"   {differing or 'the rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds for this N'}."
 
 
 def costs(answer: Answer) -> Iterator[str]:
@@ -445,7 +531,7 @@ def head(answer: Answer, asks: bool) -> str:
     return (
         f"# {short(plan)}\n"
         f"# planned: {around(estimate.memory.device, answer.margin.share)} GiB of each GPU, "
-        f"{_seconds(estimate.seconds)} s a step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
+        f"{seconds_text(estimate.seconds)} s a step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
         f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.on_host}\n"
         "# output is a folder that all machines share\n"
         + (
@@ -502,102 +588,3 @@ def _named(rejected: Rejection) -> str:
 
 def _reasons(rejected: Sequence[Rejection]) -> str:
     return ", ".join(f"{rejection.plans:,}: {rejection.reason}" for rejection in rejected)
-
-
-# --- one plan -----------------------------------------------------------------------------------
-
-
-def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> Iterator[str]:
-    """Yield lines of a breakdown with shares, the largest first; what is below 0.05 % is left out."""
-    rows = [
-        (name, f"{figure(value / scale)} {unit}", f"{100 * value / total:.1f} %")
-        for name, value in sorted(parts.items(), key=lambda item: -abs(item[1]))
-        if abs(value) > 5e-4 * total
-    ]
-    yield from columns(rows, "<>>")
-
-
-def memory_lines(memory: Memory) -> Iterator[str]:
-    """Yield lines: the four meanings of memory, and what is there at the peak."""
-    yield f"Memory of the fullest GPU: {memory.device / GIB:.2f} GiB as a device monitor shows it"
-    yield from columns(
-        [
-            ("model states", f"{memory.states / GIB:.2f} GiB"),
-            ("most allocated", f"{memory.allocated / GIB:.2f} GiB"),
-            ("reserved for it", f"{memory.reserved / GIB:.2f} GiB"),
-            ("of the fullest host", f"{memory.host / 1e9:.2f} GB"),
-            *((f"of its {name}", f"{held / 1e9:.2f} GB") for name, held in memory.tiers.items() if held),
-        ],
-        "<>",
-    )
-    for line in places_lines(memory):
-        yield f"{line[0].upper()}{line[1:]}"
-    yield f"At the peak, {memory.instant}:"
-    yield from terms(memory.parts, memory.allocated, GIB, "GiB")
-
-
-HELD = {  # what is alive at an instant, by what it is for
-    "weights, optimizer": ("parameters", "optimizer", "ring"),
-    "gradients": ("gradients",),
-    "activations": ("activations", "temporary", "passed", "batch"),
-    "buffers": ("gathered", "bucket", "wire"),
-    "padding": ("padding",),
-}
-
-
-def shown_instants(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield instants; of the blocks between the first and the last whose backward it is, only one that is the peak."""
-    of_blocks = [
-        at for at, (name, _) in enumerate(instants) if name.startswith("backward of") and "the embedding" not in name
-    ]
-    peak = max(range(len(instants)), key=lambda at: sum(instants[at][1].values()))
-    yield from (each for at, each in enumerate(instants) if at == peak or at not in of_blocks[1:-1])
-
-
-def instant_lines(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
-    """Yield a table of what is alive at each instant of a step."""
-    yield "Alive at each instant of a step, in GiB:"
-    rows = [
-        (name, *(figure(sum(parts.get(each, 0.0) for each in of) / GIB) for of in (parts, *HELD.values())))
-        for name, parts in shown_instants(instants)
-    ]
-    yield from columns([("", "all", *HELD), *rows], "<" + ">" * (1 + len(HELD)))
-
-
-def time_lines(row: Row, cluster: ClusterSpec) -> Iterator[str]:
-    """Yield lines: a step's seconds, what they go into, and what a rank sends."""
-    estimate, world = row.estimate, row.plan.world
-    seconds = estimate.seconds
-    rate = estimate.tokens / seconds.mid
-    yield (
-        f"A step of {estimate.tokens:,} tokens: {_seconds(seconds)} s, {rate:,.0f} tokens/s "
-        f"({rate / world:,.0f} per GPU), {estimate.flops / seconds.mid / world / 1e12:.1f} useful TFLOP/s per GPU, "
-        f"MFU {100 * mfu(row, cluster):.0f} %"
-    )
-    yield from terms(seconds.parts, seconds.mid, 1.0, "s")
-    yield "Sent by the busiest rank in a step:"
-    yield from columns(
-        [(name, size(int(value))) for name, value in estimate.traffic.items()] or [("nothing", "")], "<>"
-    )
-
-
-def rollout_lines(rollout: Rollout, split: Split) -> Iterator[str]:
-    """Yield lines: what a step of reinforcement learning is split into, and a stream of weights by link."""
-    stream = split.streaming
-    slowest = max(stream.seconds.values())
-    yield ""
-    yield (
-        f"A step of reinforcement learning: {rollout.prompts:,} prompts x {rollout.samples:,} completions of "
-        f"{rollout.new:,} tokens"
-    )
-    gpus = "one GPU" if split.sampler == 1 else f"{split.sampler} GPUs"
-    yield from columns(
-        [
-            ("sampling, at least", f"{split.sampling:.3g} s", f"a copy of the model on {gpus}"),
-            ("streaming", f"{slowest:.3g} s", f"{size(int(stream.nbytes))}, over the slowest link"),
-            ("training", f"{split.training:.3g} s", f"{split.steps:,} steps"),
-        ],
-        "<><",
-    )
-    yield "A stream of all weights:"
-    yield from columns([(name, f"{seconds:.3g} s") for name, seconds in stream.seconds.items()], "<>")
