@@ -48,6 +48,7 @@ from zero3d.tools.plan.emit import ADAPTERS, NEW, WEIGHTS, deepspeed_config, pla
 from zero3d.tools.plan.estimate import device_at_least, evaluate
 from zero3d.tools.plan.goodput import goodput
 from zero3d.tools.plan.ladder import ladder
+from zero3d.tools.plan.lengths import with_lengths
 from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
 from zero3d.tools.plan.network import CPU
@@ -166,11 +167,14 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
     room, margin = room_of(arguments, cluster), margin_of(arguments.margin)
     model = open_model(arguments, path, file, cluster.gpu.name != CPU)
-    tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
+    lengths, unknown = file.lengths(model) if file else (None, "")
+    tokens = number(arguments.tokens, "--tokens") or (file.tokens(model, lengths) if file else None)
     tuned = bool(arguments.lora) or (is_tuned(file.config) if file else path is not None and has_weights(path))
     sequences, batch = sequences_of(arguments, model, cluster, file, tuned)
     target = Target(sequences, room, arguments.goal, arguments.offload, optimizer, quantize, margin)
-    priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
+    priced = cache(
+        evaluate if lengths is None else with_lengths(evaluate, lengths)
+    )  # knobs and rungs are in part what the search has tried
     result = _searched(model, cluster, target, priced)
     if not result.whole:
         print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
@@ -186,7 +190,9 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     knobs = what_if(best, model, used, priced)
     links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
     end = None if best.lacks else ends(model, used, best.plan, limit, priced)
-    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, price, links, end, batch)
+    answer = plan_text.Answer(
+        model, used, target, result, rungs, knobs, tokens, price, links, end, batch, lengths, unknown
+    )
     _write(arguments, answer, path, file)
     print(
         json.dumps(plan_json.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from zero3d.config import Config, split_words
@@ -18,16 +18,18 @@ from zero3d.spec.text import binary, columns
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.cli.plan_options import format_of, lora_of, margin_of, number, open_cluster, price_of, room_of
+from zero3d.tools.cli.planned_file import lengths_of
 from zero3d.tools.cli.train import config_source
 from zero3d.tools.page import explain_text, plan_json, plan_text
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.lengths import Lengths, with_lengths
 from zero3d.tools.plan.margin import Ends, Margin, Range, ends, usable
 from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import Rollout, split
 from zero3d.tools.plan.search import Row, Target, resized, tp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, Forward, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Forward, ModelSpec, ParallelPlan
 from zero3d.tools.plan.weights import weights_note, with_weights
 from zero3d.tools.plan.what_if import WhatIf, what_if
 from zero3d.train.setup.left_out import load_filled
@@ -52,7 +54,8 @@ class Explained(NamedTuple):
 
     room    bytes of a GPU for it and its margin, which is a share of what is planned
     tokens  of the whole training; price: of a GPU-hour
-    target  what other plans must do
+    target  what other plans must do; priced: what prices them
+    lengths of the run's own sequences; unknown: why nobody knows them
     """
 
     model: ModelSpec
@@ -63,6 +66,9 @@ class Explained(NamedTuple):
     tokens: float | None
     price: float | None
     target: Target
+    priced: Evaluate
+    lengths: Lengths | None
+    unknown: str
 
     @property
     def limit(self) -> float:
@@ -118,8 +124,10 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         with naming_text_part(config):
             raise
     cluster = resized(cluster, plan.world)
+    lengths, unknown = lengths_of(config)
+    priced = cache(evaluate if lengths is None else with_lengths(evaluate, lengths))
     target = Target(plan.micro_batch * plan.accumulate * plan.rows, room_of(arguments, cluster), margin=margin)
-    row = _first_that_fits(_with_places(plan, config), model, cluster, target)
+    row = _first_that_fits(_with_places(plan, config), model, cluster, target, priced)
     if plan.zero.weights == AUTO:
         note = weights_note(model, row.plan.replace(weights=AUTO), cluster)
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, note)))
@@ -127,7 +135,19 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
     tokens = asked or _tokens(config, row.estimate)
-    explained = Explained(model, cluster, row, target.room, target.margin_for(model, row.plan), tokens, price, target)
+    explained = Explained(
+        model,
+        cluster,
+        row,
+        target.room,
+        target.margin_for(model, row.plan),
+        tokens,
+        price,
+        target,
+        priced,
+        lengths,
+        unknown,
+    )
     if arguments.json:
         print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
@@ -153,9 +173,11 @@ def _with_places(plan: ParallelPlan, config: Config) -> list[ParallelPlan]:
     return [plan.replace(offload=replace(asked, optimizer=place).settled) for place in PLACES]
 
 
-def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, target: Target) -> Row:
+def _first_that_fits(
+    plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate
+) -> Row:
     """Return the first plan that a GPU and a host have room for with its margin, else the last."""
-    rows = [Row(with_weights(model, plan, cluster), evaluate(model, cluster, plan)) for plan in plans]
+    rows = [Row(with_weights(model, plan, cluster), priced(model, cluster, plan)) for plan in plans]
     for row in rows:
         memory = row.estimate.memory
         if memory.device <= target.usable(model, row.plan) and not memory.lacks(cluster):
@@ -180,11 +202,12 @@ def _tokens(config: Config, estimate: Estimate) -> float | None:
 def _json(explained: Explained) -> dict[str, Any]:
     """Return what the lines say as plain values."""
     model, cluster, row, _, margin, tokens, price = explained[:7]
-    knobs = what_if(row, model, cluster, evaluate)
+    knobs = what_if(row, model, cluster, explained.priced)
     return {
         **plan_json.row_json(row),
         **plan_json.plan_json(model, cluster, row, explained.limit, margin, explained.ends),
         "fits": explained.fits,
+        "lengths": plan_json.lengths_json(explained.lengths),
         "instants": [
             {"instant": name, **{category: size for category, size in parts.items() if size}}
             for name, parts in explain_text.shown_instants(instants(model, row.plan))
@@ -201,6 +224,7 @@ def _lines(explained: Explained) -> Iterator[str]:
     yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
     yield from plan_text.without_bf16(plan, cluster)
+    yield from plan_text.lengths_lines(explained.lengths, explained.unknown, plan)
     yield ""
     yield from explain_text.memory_lines(estimate.memory)
     yield _verdict(explained)
@@ -211,7 +235,7 @@ def _lines(explained: Explained) -> Iterator[str]:
     yield from plan_text.cost_lines(estimate, cluster, explained.tokens, explained.price)
     yield ""
     yield "What if, one setting changed (memory, time of a step, what moves the peak):"
-    knobs = what_if(row, model, cluster, evaluate)
+    knobs = what_if(row, model, cluster, explained.priced)
     yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, explained.limit, cluster), "<>><<")
     if explained.fits:
         yield explain_text.faster_line(explained.faster(knobs))

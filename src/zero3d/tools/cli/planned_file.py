@@ -22,6 +22,7 @@ from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.zero import Zero
 from zero3d.tools.cli.kept_specs import open_spec
+from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.spec import Forward, ModelSpec
 from zero3d.train.setup.left_out import load_filled
 
@@ -30,6 +31,15 @@ PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose key
 FOR = "plan"  # the section of what it was planned for
 REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
 PORTIONS = (*REPLACED, "tiled_loss")  # of train that a plan may say
+
+
+def lengths_of(config: Config) -> tuple[Lengths | None, str]:
+    """Return the lengths of a sample of a run's data; None where it packs them, or nobody knows, and why."""
+    if config.data.packing:
+        return None, ""
+    from zero3d.tools.sim import file_lengths  # with torch
+
+    return file_lengths.lengths_of(config)
 
 
 class RunFile(NamedTuple):
@@ -71,10 +81,14 @@ class RunFile(NamedTuple):
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 
-    def tokens(self, model: ModelSpec) -> float | None:
+    def lengths(self, model: ModelSpec) -> tuple[Lengths | None, str]:
+        """Return the lengths of a sample of its data, cut at the model's; None where they decide nothing, and why."""
+        return lengths_of(replace(self.config, data=replace(self.config.data, length=model.length)))
+
+    def tokens(self, model: ModelSpec, lengths: Lengths | None = None) -> float | None:
         """Return the tokens of the whole training, where the file says how many steps and sequences it has."""
-        train = self.config.train
-        return None if train.steps is None or train.batch is None else float(train.steps * train.batch * model.length)
+        train, each = self.config.train, model.length if lengths is None else lengths.mean
+        return None if train.steps is None or train.batch is None else train.steps * train.batch * float(each)
 
     def with_plan(self, planned: Mapping[str, Any]) -> dict[str, Any]:
         """Return the file with a plan's settings in the place of its own. planned: `emit.train_config`."""

@@ -8,6 +8,7 @@ from typing import Any
 from zero3d.tools.page.plan_text import Answer, distinct, mfu, power_from
 from zero3d.tools.plan.bill import Bill
 from zero3d.tools.plan.goodput import goodput
+from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.links import Way
 from zero3d.tools.plan.margin import Ends, Margin, Range
 from zero3d.tools.plan.search import LONG, Row, sequence_ways, ways
@@ -23,6 +24,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "sequences": answer.target.sequences,
         "goal": answer.target.goal,
         "tried": answer.result.tried,
+        "lengths": lengths_json(answer.lengths),
         "recommended": row_json(answer.best),
         "equal": answer.choice.equal,
         "plans": [row_json(row) for row in distinct(answer.result.rows)],
@@ -67,6 +69,14 @@ def plan_json(
         "fits_up_to": None if ends is None else ends._asdict(),
         "mfu": mfu(row, cluster),
     }
+
+
+def lengths_json(lengths: Lengths | None) -> dict[str, float] | None:
+    """Return how long sampled sequences are; None where nobody looked."""
+    if lengths is None:
+        return None
+    found = {"records": len(lengths.tokens), "mean": lengths.mean, "p99": lengths.high, "longest": lengths.tokens[-1]}
+    return found | {"limit": lengths.limit}
 
 
 def ways_json(found: Iterable[tuple[str, Row | None]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from zero3d.tools.plan.choice import EQUAL, Choice, choose
 from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.tools.plan.inputs import without_effect
 from zero3d.tools.plan.ladder import Rung, differs
+from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.links import Way, as_words, fastest
 from zero3d.tools.plan.margin import Ends, Margin, Range
 from zero3d.tools.plan.search import (
@@ -52,6 +53,7 @@ class Answer(NamedTuple):
     links   ways to train over links between nodes, where a file says what these are
     ends    what would no longer fit beside the recommended plan, where that was looked for
     batch   who says how large a step is, and what to type for another
+    lengths of the file's own sequences; None where they decide nothing, or `unknown` says why nobody knows
     """
 
     model: ModelSpec
@@ -65,6 +67,8 @@ class Answer(NamedTuple):
     links: Sequence[Way] = ()
     ends: Ends | None = None
     batch: str = ""
+    lengths: Lengths | None = None
+    unknown: str = ""
 
     @property
     def choice(self) -> Choice:
@@ -141,6 +145,15 @@ def headline(answer: Answer) -> Iterator[str]:
     yield f"   {seconds_text(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
     yield f"   margin {100 * answer.margin.share:.3g} %: {answer.margin.origin}"
     yield from (f"   {line}" for line in without_bf16(row.plan, cluster))
+    yield from (f"   {line}" for line in lengths_lines(answer.lengths, answer.unknown, row.plan))
+
+
+def lengths_lines(lengths: Lengths | None, unknown: str, plan: ParallelPlan) -> Iterator[str]:
+    """Yield a line on how long the sequences of a run's data are."""
+    if lengths is not None:
+        yield lengths.told(plan.micro_batch)
+    elif unknown:
+        yield f"all sequences are priced as of the full length: {unknown}"
 
 
 def why_this(choice: Choice, goal: str) -> str:

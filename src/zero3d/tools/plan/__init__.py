@@ -19,6 +19,8 @@ tier_time                   of states that leave the device
 weights                     whether weights are kept or cast, where a plan leaves that open
 profiles, profile_memory    other systems' ways with time and memory
 estimate                    `evaluate`: all of these together
+choice                      which of equal plans is recommended
+lengths                     a step priced by how long a run's own sequences are
 search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save
 bill                        hours of GPUs, days, energy, money
 links                       ways to train over slow links between hosts, and the fastest
