@@ -31,7 +31,6 @@ from zero3d.tools.plan.spec import ClusterSpec, Gpu, Link
 from zero3d.tools.plan.spec_json import from_json, to_json
 
 GIB, GB, TFLOP = 2.0**30, 1e9, 1e12
-MAY_BE_0 = (".latency", ".half", ".partners")
 SHARES = ("step.hide_dp",)  # fields of a cluster that cannot be above 1
 
 
@@ -263,7 +262,8 @@ def _check_number(name: str, fields: Mapping[str, Any]) -> None:
     if isinstance(value, bool):
         return
     if isinstance(value, float | int) and (
-        not 0 <= value < 1e30 or (value == 0 and not name.endswith(MAY_BE_0) and "step." not in name)
+        not 0 <= value < 1e30
+        or (value == 0 and not name.endswith((".latency", ".half", ".partners")) and "step." not in name)
     ):
         raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
     if name in SHARES and value > 1:
