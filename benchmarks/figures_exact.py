@@ -129,11 +129,13 @@ def plan_72b() -> str:
 
 
 def first_plans(text: str) -> list[str]:
-    """The first three plans of an answer, and what was left out first."""
+    """What an answer recommends, its first three plans of two lines each, and what was left out first."""
     lines = text.splitlines()
+    best = next(i for i, line in enumerate(lines) if line.startswith("Recommended: "))
     head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["mesh", "ZeRO"])
     left = next(i for i, line in enumerate(lines) if " plans, of which " in line)
-    return [*(line[3:] for line in lines[head : head + 4]), "", *lines[left : left + 2], "   ..."]
+    first = lines[best : lines.index("", best)]
+    return [*first, "", *(line[3:] for line in lines[head : head + 7]), "...", "", *lines[left : left + 2], "   ..."]
 
 
 def families() -> str:
@@ -170,7 +172,7 @@ def plan_llava() -> str:
     """LoRA on one to four cards: memory of a GPU and of the host."""
     rows = []
     for cards, run in zip((1, 2, 4), results("plan-llava"), strict=True):
-        memory = run["plans"][0]["memory"]
+        memory = run["recommended"]["memory"]
         rows.append([f"{cards}", f"{memory['device'] / GB:.0f} GB", f"{memory['host'] / GB:.0f} GB"])
     return table(["cards", "of a GPU", "of the host"], rows)
 

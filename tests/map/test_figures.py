@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,13 @@ def test_versions_that_were_not_tried_stand_in_the_table_as_such(monkeypatch):
 
 def test_a_search_as_the_command_prints_it_has_the_lines_that_documents_quote(capsys):
     main(["plan", "--params", "3e9", "--gpus", "2", "--tokens-per-batch", "8192"])
-    head, *plans, empty, left, why, more = first_plans(capsys.readouterr().out)
-    assert (head.split()[0], [plan.split()[0] for plan in plans]) == ("mesh", ["1", "2", "3"])
-    assert (empty, left.endswith("fit. Why the others do not:"), more) == ("", True, "   ...")
+    lines = first_plans(capsys.readouterr().out)
+    first, (head, *plans, dots), (left, why, more) = (
+        list(group) for empty, group in groupby(lines, lambda line: line == "") if not empty
+    )
+    assert first[0].startswith("Recommended: ")
+    assert (head.split()[0], [plan.split()[0].lstrip("*") for plan in plans[::2]]) == ("mesh", ["1", "2", "3"])
+    assert (dots, left.endswith("fit. Why the others do not:"), more) == ("...", True, "   ...")
     assert re.match(r"   [\d,]+: \w", why)
 
 

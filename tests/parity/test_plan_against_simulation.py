@@ -316,7 +316,7 @@ def test_where_gradients_must_leave_too_they_do_and_the_host_s_bytes_are_those_o
         return replace(found, memory=replace(found.memory, device=found.memory.states))
 
     room = 2.0 * spec.params  # of weights and sums of gradients, 2 and 4 bytes each
-    rows = search(spec, place, Target(2, room, offload="auto"), priced).rows
+    rows = search(spec, place, Target(2, room, offload="auto", margin=0.0), priced).rows
     assert {row.plan.offload.gradients for row in rows} == {HOST}
     plan = next(row.plan for row in rows if row.plan.activations == "full" and row.plan.accumulate == 2)
     found = memory(spec, plan.replace(executor="device"), place)

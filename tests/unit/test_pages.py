@@ -92,8 +92,8 @@ def answer(rows=40, name=MODEL.name):
         (Row(p, price(model, PLACE, p), f"tp +{p.tp} s") for p in plans), key=lambda r: r.estimate.seconds.mid
     )
     rejected = [Rejection("the GPU's memory", 1234, plans[0], 22.7e6), Rejection("<more> stages than blocks", 1)]
-    best, target = result[0], Target(512, 81.6e9)
-    rungs = ladder(model, PLACE, target.sequences, target.limit, price)
+    best, target = result[0], Target(512, 81.6e9, margin=0.0)
+    rungs = ladder(model, PLACE, target.sequences, target.room, price)
     knobs = what_if(best, model, PLACE, price)
     return Answer(model, PLACE, target, SearchResult(result, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
 
@@ -265,14 +265,14 @@ def test_the_page_says_what_was_found():
     target = answer(40)
     text = plan_page(target, 3)
     best = target.best
-    assert around(best.estimate.memory.device, target.margin) in text
+    assert around(best.estimate.memory.device, target.margin.share) in text
     assert all(line.strip() in text for line in headline(target))
     assert "needs 21.6 MiB more: pp 1 x dp 1 x tp 1" in text
     assert "&lt;more&gt; stages than blocks" in text
     assert "GPU-hours per billion tokens" in text
     assert "A note." in text
     ranked = next(tree(text).iter("tbody"))
-    assert [row[0].text for row in ranked] == ["1", "2", "3"]
+    assert [row[0].text for row in ranked] == ["*1", "2", "3"]
 
 
 @pytest.mark.parametrize("by_category", [False, True])
@@ -322,7 +322,10 @@ def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
 def test_the_bars_of_plans_have_the_numbers_of_the_table():
     root = tree(plan_page(answer(40), 10))
     ranked = next(root.iter("tbody"))
-    numbered = [f"{row[0].text}:  {row[1].text}, stage {row[2].text}" for row in ranked][:8]
+    numbered = [
+        f"{row[0].text.lstrip('*')}:  {row[1].text}{'' if row[2].text == '-' else f', stage {row[2].text}'}"
+        for row in ranked
+    ][:8]
     assert numbered[0].startswith("1:  ")
     for name in ("memory", "step"):
         (drawing,) = (each for each in root.iter("svg") if each[0].get("id") == f"{name}-title")

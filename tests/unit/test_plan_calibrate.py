@@ -33,7 +33,11 @@ def test_timings_that_grow_faster_than_sizes_are_bandwidth_alone():
 @pytest.mark.parametrize(("device", "name"), [
     ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA H100 80GB HBM3", "h100"),
     ("NVIDIA H200", "h200"), ("Tesla V100-SXM2-32GB", "v100-32"), ("NVIDIA GeForce RTX 3090", "rtx-3090"),
-    ("NVIDIA RTX A6000", "a6000"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA B200", "b200"), ("Tesla T4", None),
+    ("NVIDIA RTX A6000", "a6000"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA B200", "b200"), ("Tesla T4", "t4"),
+    ("NVIDIA GB200", "gb200"), ("NVIDIA GB300", "gb300"), ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA L40S", "l40s"),
+    ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA H20", "h20"), ("NVIDIA H800", "h800"), ("NVIDIA L4", "l4"),
+    ("NVIDIA A10G", "a10g"), ("NVIDIA GeForce RTX 5090", "rtx-5090"), ("NVIDIA L40", None), ("NVIDIA A10", None),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"), ("NVIDIA GeForce GTX 1080", None),
 ])  # fmt: skip
 def test_a_device_is_found_in_the_catalogue_by_its_drivers_name(device, name):
     assert named(device) == name

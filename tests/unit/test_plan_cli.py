@@ -3,15 +3,19 @@
 import json
 import re
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 
 from zero3d.config import Lora, load
+from zero3d.config.sections import Plan
 from zero3d.errors import ConfigError
 from zero3d.tools.cli.main import main
-from zero3d.tools.cli.plan_options import tokens_of
-from zero3d.tools.page.plan_text import shown_instants
-from zero3d.tools.plan.hardware import CATALOGUE
+from zero3d.tools.cli.plan_options import open_cluster, tokens_of
+from zero3d.tools.page.explain_text import shown_instants
+from zero3d.tools.plan.emit import ADAPTERS, HELD_OUT, NEW, USUAL, WEIGHTS, planned_for, whole_run
+from zero3d.tools.plan.goodput import Goodput
+from zero3d.tools.plan.hardware import CATALOGUE, cluster
 from zero3d.tools.plan.margin import Range
 from zero3d.tools.sim import model_spec
 
@@ -261,7 +265,7 @@ def test_hours_are_energy_and_money_where_watts_and_a_price_are_known(plan):
 
 def test_deepspeed_json_says_what_the_best_plan_says(plan, tmp_path):
     file = tmp_path / "ds.json"
-    best = json.loads(plan(*DEMO, "--json", "--emit-deepspeed", file)[1])["plans"][0]["plan"]
+    best = json.loads(plan(*DEMO, "--json", "--emit-deepspeed", file)[1])["recommended"]["plan"]
     tree = json.loads(file.read_text())
     assert tree["train_batch_size"] == 8
     assert tree["train_micro_batch_size_per_gpu"] == best["micro_batch"]
@@ -341,7 +345,7 @@ def test_sequences_beyond_computed_positions_are_planned_with_a_note(plan, long_
     code, out, _ = plan(long_demo, "--seq", "128k", "--gpus", 2, "--tokens-per-batch", 2 << 17)
     assert code == 0
     assert "traced, beyond its 65,536 positions" in out
-    assert "config.json with 131,072 or more max_position_embeddings" in out
+    assert "config.json with 131,072 or more max_position_embeddings" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("text", "tokens"), [
@@ -362,3 +366,66 @@ def test_every_optimizer_has_plans(plan, optimizer):
     code, out, _ = plan(*DEMO, "--optimizer", optimizer, "--json")
     assert code == 0
     assert {row["plan"]["optimizer"] for row in json.loads(out)["plans"]} == {optimizer}
+
+
+def test_a_preset_is_written_as_a_whole_file_that_remembers_its_cluster(plan, tmp_path, capsys):
+    file = tmp_path / "train.yaml"
+    words = ["demo", "--gpus", 2, "--gpu", "a6000", "--seq", 64, "--tokens-per-batch", 1024, "--tokens", 1e6]
+    assert plan(*words, "--emit", file)[0] == 0
+    config = load(file)
+    assert (config.train.steps, config.train.epochs) == (977, None)  # of 1,024 tokens
+    assert config.evaluate.every == config.checkpoint.every == 977  # 35 hours of such steps are more
+    assert (config.data.validation, config.schedule.warmup, config.optimizer.lr) == (HELD_OUT, 0.01, 3e-4)
+    assert (config.plan.gpus, config.plan.gpu, config.plan.nodes) == (2, "a6000", None)
+    explained = plan("explain", file, "--json")[1]
+    assert explained == plan("explain", file, "--json", "--gpus", 2, "--gpu", "a6000")[1]
+    assert json.loads(explained)["gpu"] == "a6000"
+    assert json.loads(plan("explain", file, "--json", "--gpu", "h100")[1])["gpu"] == "h100"
+    again = json.loads(plan(file, "--json")[1])
+    assert (again["gpu"], again["gpus"], again["cost"]["training"]["tokens"]) == ("a6000", 2, 977 * 1024)
+
+
+@pytest.mark.parametrize(("trained", "lr"), [(NEW, 3e-4), (WEIGHTS, 2e-5), (ADAPTERS, 2e-4)])
+def test_what_is_trained_decides_the_rates_of_a_first_run(trained, lr):
+    estimate = SimpleNamespace(tokens=1000, seconds=SimpleNamespace(mid=7.0))
+    tree = {"output": "out", "data": {"length": 8, "train": "a"}, "train": {"batch": 4}, "optimizer": {"name": "muon"}}
+    found = whole_run(tree, trained, estimate, Goodput(1e5, 10.0, 1e6, 0.9), None)
+    assert found["optimizer"] == {"name": "muon", **USUAL[trained]["optimizer"]}
+    assert found["optimizer"]["lr"] == lr
+    assert (found["train"], list(found["data"])) == ({"epochs": 1, "batch": 4}, ["train", "validation", "length"])
+    assert found["checkpoint"]["every"] == found["evaluate"]["every"] == 500  # an hour of 7 s: 514
+    rare = whole_run(tree, trained, estimate, Goodput(1e5, 3000.0, 1e6, 0.9), 30_000_500)
+    assert rare["checkpoint"]["every"] == 2000  # ten times as long as a save takes: 4285
+    assert rare["train"]["steps"] == 30_001
+    often = whole_run(tree, trained, estimate, Goodput(100.0, 1.0, 1e6, 0.9), None)
+    assert often["checkpoint"]["every"] == 10  # 14 steps until a failure is as dear
+
+
+def test_the_cluster_of_a_plan_is_remembered_where_it_is_unusual(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gpu: {name: my-card, memory: 48e9, flops: 100e12, bandwidth: 900e9}")
+    assert planned_for(cluster("h100", 16)) == {"gpus": 16, "gpu": "h100"}
+    assert planned_for(cluster("gb200", 64)) == {"gpus": 64, "gpu": "gb200"}
+    assert planned_for(cluster("h100", 16, 4)) == {"gpus": 16, "gpu": "h100", "nodes": 4}
+    own = {"gpus": 16, "nodes": 2, "cluster": str(file)}
+    assert planned_for(cluster("a100", 16, 2, file), str(file)) == own
+    for planned in (Plan(gpus=16, gpu="h100", nodes=4), Plan(**own)):
+        found = open_cluster(SimpleNamespace(gpus=None, nodes=None, gpu=None, cluster=None, watts=None), planned)
+        assert planned_for(found, planned.cluster) == {k: v for k, v in vars(planned).items() if v and k != "links"}
+
+
+def test_options_displace_what_a_file_remembers(tmp_path):
+    planned = Plan(gpus=16, gpu="h100", nodes=4, cluster=str(tmp_path / "is not read"))
+
+    def opened(planned=planned, **said):
+        usual = dict.fromkeys(("gpus", "nodes", "gpu", "cluster", "watts"))
+        found = open_cluster(SimpleNamespace(**{**usual, **said}), planned)
+        return found.gpu.name, found.gpus, found.nodes
+
+    assert opened(gpu="b200") == ("b200", 16, 4)
+    assert opened(gpu="b200", gpus="8") == ("b200", 8, 1)
+    assert opened(gpu="b200", nodes="2") == ("b200", 16, 2)
+    other = tmp_path / "other.yaml"
+    other.write_text("gpu: a6000")
+    assert opened(cluster=str(other), gpus="4") == ("a6000", 4, 1)
+    assert opened(Plan(cluster=str(other))) == ("a6000", 64, 16)

@@ -15,7 +15,7 @@ from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.search import Progress, Target, search
 from zero3d.tools.plan.shapes import gpt
 
-MODEL, PLACE, TARGET = gpt(2, 256, 4, 1024, 256), cluster("a100-80", 2), Target(8, 60e9)
+MODEL, PLACE, TARGET = gpt(2, 256, 4, 1024, 256), cluster("a100-80", 2), Target(8, 60e9, margin=0.0)
 
 
 class Terminal(StringIO):
@@ -48,7 +48,7 @@ def test_a_stopped_search_ranks_what_it_has_found():
     seconds = [row.estimate.seconds.mid for row in result.rows]
     assert seconds == sorted(seconds)
     with pytest.raises(KeyboardInterrupt):  # nothing fits: nothing to show
-        search(MODEL, PLACE, Target(8, 1.0), evaluate, watch=stop)
+        search(MODEL, PLACE, Target(8, 1.0, margin=0.0), evaluate, watch=stop)
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys):

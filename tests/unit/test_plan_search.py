@@ -67,8 +67,8 @@ def price(model, place, plan):
     )
 
 
-def found(limit=80e9, goal="fastest", sequences=64, place=A100, model=MODEL, offload="none"):
-    return search(model, place, Target(sequences, limit, goal, offload), price)
+def found(limit=80e9, goal="fastest", sequences=64, place=A100, model=MODEL, offload="none", margin=0.0):
+    return search(model, place, Target(sequences, limit, goal, offload, margin=margin), price)
 
 
 def test_every_plan_found_uses_all_gpus_and_the_whole_batch_and_fits():
@@ -101,6 +101,44 @@ def test_nothing_is_lost_between_tried_fitting_and_rejected():
     assert little.rows == []
     nearest = next(each for each in little.rejected if each.nearest)
     assert isclose(nearest.excess, price(MODEL, A100, nearest.nearest).memory.device - 1e8)
+
+
+@pytest.mark.parametrize("goal", ["fastest", "largest-batch"])
+def test_plans_inside_the_margin_are_rows_behind_all_that_have_it_whole_and_no_rejections(goal):
+    all_, with_margin, whole = (
+        found(limit, goal, margin=margin) for limit, margin in ((3e9, 0), (3e9, 0.2), (2.5e9, 0))
+    )
+    assert [row[:2] for row in with_margin.rows if not row.lacks] == [row[:2] for row in whole.rows]
+    few = [row for row in with_margin.rows if row.lacks]
+    assert few == with_margin.rows[-len(few) :]
+    assert all(isclose(row.lacks, 1.2 * row.estimate.memory.device - 3e9) for row in few)
+    assert {row.plan for row in with_margin.rows} == {row.plan for row in all_.rows}
+    assert (with_margin.tried, with_margin.rejected) == (all_.tried, all_.rejected)
+    assert all(row.reason for row in few)
+
+
+def test_plans_inside_the_margin_decide_only_where_no_place_of_states_leaves_it_whole():
+    least = min(row.estimate.memory.device for row in found().rows)
+    away = min(row.estimate.memory.device for row in found(offload="host").rows)
+    assert 1.1 * away < 1.05 * least
+    result = found(1.05 * least, offload="auto", margin=0.1)
+    whole = [row for row in result.rows if not row.lacks]
+    assert whole
+    assert all(row.plan.offload.optimizer == "host" for row in whole)
+    assert any(row.plan.offload == Offload() for row in result.rows[len(whole) :])
+    assert result.rows[0] == whole[0]
+    none = found(1.05 * away, offload="auto", margin=0.1)
+    assert none.rows
+    assert all(row.lacks for row in none.rows)
+    assert [row.estimate.seconds.mid for row in none.rows] == sorted(row.estimate.seconds.mid for row in none.rows)
+
+
+def test_the_fewest_gpus_are_those_that_leave_the_margin():
+    few, more = (found(limit=0.9e9, goal="fewest-gpus", margin=margin).rows for margin in (0.0, 0.5))
+    assert few[0].plan.world == 4
+    assert more[0].plan.world > 4
+    assert not more[0].lacks
+    assert {row.plan.world for row in more if row.lacks} >= {4}
 
 
 def test_a_brute_search_finds_nothing_better():
@@ -180,7 +218,7 @@ def test_inputs_of_long_sequences_leave_the_device_where_nothing_fits_otherwise(
         return replace(made, memory=replace(made.memory, device=here))
 
     for offload in ("none", "auto"):
-        result = search(LONGER, A100, Target(16, 80e9, offload=offload), needs_room)
+        result = search(LONGER, A100, Target(16, 80e9, offload=offload, margin=0.0), needs_room)
         assert {(row.plan.offload.activations, row.plan.activations) for row in result.rows} == {("host", "full")}
         assert {row.plan.offload.optimizer for row in result.rows} == {"none"}
 
@@ -372,7 +410,7 @@ def test_no_plan_needs_less_than_its_bounds_say():
         return estimate
 
     found = {name: set() for name in PIPELINES}
-    assert search(model, place, Target(16, 4e9), bounded).rejected
+    assert search(model, place, Target(16, 4e9, margin=0.0), bounded).rejected
     assert kinds >= {(name, True) for name in PIPELINES}
 
 
@@ -450,11 +488,11 @@ def test_a_search_finds_what_pricing_every_plan_of_its_table_does(name):
             for plan, estimate in priced.items()
             if estimate.memory.device <= limit and not estimate.memory.lacks(place)
         } for priced in turns)))  # fmt: skip
-        result = search(model, place, Target(sequences, limit, offload=offload), evaluate, device_at_least)
+        result = search(model, place, Target(sequences, limit, offload=offload, margin=0.0), evaluate, device_at_least)
         assert {row.plan: (row.estimate.seconds.mid, row.estimate.memory.allocated) for row in result.rows} == fitting
         assert [fitting[row.plan] for row in result.rows] == sorted(fitting.values())
         assert result.rejected
-        assert result == search(model, place, Target(sequences, limit, offload=offload), evaluate)
+        assert result == search(model, place, Target(sequences, limit, offload=offload, margin=0.0), evaluate)
 
 
 def limits_of(turns):

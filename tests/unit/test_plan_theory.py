@@ -97,6 +97,59 @@ def test_one_gpu_sends_nothing(capsys):
     assert "N = 1 GPU," in theory(capsys, "--gpus", "1")
 
 
+GPT2 = ["--layers", "48", "--hidden", "1600", "--batch", "32", "--seq", "1024"]  # 1.5B
+LARGE = ["--layers", "125", "--hidden", "8192", "--batch", "32", "--tp", "16"]  # 100B
+
+
+def test_activations_are_the_sources_to_the_digit(capsys):
+    found = json.loads(theory(capsys, *GPT2, "--heads", "25", "--json"))["activations"]
+    assert [round(found[name] / 1e9, 1) for name in ("all_bytes", "inputs_bytes")] == [60.4, 5.0]
+    assert round(found["recomputed_per_layer_bytes"] / 1e9, 1) == 6.3
+    assert round(found["recomputed_sqrt_bytes"] / 1e9, 1) == 9.5
+    assert found["more_compute"] == 1 / 3
+    large = json.loads(theory(capsys, *LARGE, "--json"))
+    assert (round(large["params"] / 1e9), round(large["activations"]["inputs_bytes"] / 1e9, 1)) == (101, 67.1)
+    assert round(large["activations"]["inputs_over_tp_bytes"] / 1e9, 1) == 4.2
+    assert large["activations"]["seq"] == 1024
+
+
+def test_activations_by_technique_are_korthikantis(capsys):
+    """22B on TP 8, figure 1 of the paper: 59.25 and 9.56 GiB."""
+    words = ["--layers", "48", "--hidden", "6144", "--batch", "4", "--seq", "2k", "--heads", "64"]
+    kept = json.loads(theory(capsys, *words, "--json"))["activations"]["by_technique_bytes"]
+    assert [value / 2**30 for value in kept.values()] == pytest.approx([59.25, 39.5625, 29.25, 9.5625, 4.5])
+    alone = json.loads(theory(capsys, *words, "--tp", "1", "--json"))["activations"]["by_technique_bytes"]
+    assert alone["TP baseline"] == alone["TP+SP"] == 48 * 2048 * 4 * (34 * 6144 + 5 * 64 * 2048)
+
+
+def test_the_text_has_both_tables_of_activations(capsys):
+    text = theory(capsys, *GPT2)
+    assert theory(capsys).count("\n\n") + 2 == text.count("\n\n")
+    assert text.startswith("Psi = 1.475B parameters")
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    assert {
+        "all 60.4 GB 12 b s h l x 2 bytes",
+        "recomputed by layer 6.3 GB all inputs, the inside of one layer",
+        "recomputed by sqrt(l) = 7 layers 9.5 GB 7 inputs, the inside of 7 layers",
+        "recomputed by sqrt(l/12) = 2 layers 5 GB 24 inputs, the inside of 2: the fewest",
+        "TP+SP+selective 10.7 GB s b h l x 34 / t",
+        "TP baseline needs --heads s b h l x (10 + 24/t + 5 a s/(h t))",
+        "Recomputation is one more forward: a third of a step's compute.",
+    } <= lines
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--theory", "--layers", "48"], "--layers asks for activations, which need --hidden and --batch, too: zero3d plan"),
+    (["--theory", "--heads", "25", "--hidden", "1600"], "which need --layers and --batch, too"),
+    (["--theory", *GPT2, "--tp", "0"], "--tp '0' is not a number of ranks: type a whole number from 1"),
+    (["gpt2", "--layers", "48"], "--layers is for --theory, and a plan takes it from its MODEL"),
+])  # fmt: skip
+def test_what_activations_need_is_said(capsys, words, said):
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -132,7 +185,7 @@ def test_the_refusal_says_what_to_type(capsys):
     assert "Type zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "--theory"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "--theory", *GPT2]], ids=" ".join)
 def test_help_and_theory_import_no_torch(words):
     run = [sys.executable, "-X", "importtime", "-m", "zero3d.tools.cli.main", *words]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300)

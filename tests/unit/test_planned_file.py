@@ -37,7 +37,7 @@ def file(tmp_path, monkeypatch):
 def test_a_file_is_planned_with_its_batch_and_written_with_the_plan(file, capsys):
     assert main(["plan", "train.yaml", *WORDS, "--json", "--emit", "planned.yaml"]) == 0
     told = json.loads(capsys.readouterr().out)
-    best = told["plans"][0]["plan"]
+    best = told["recommended"]["plan"]
     assert told["sequences"] == 8
     assert told["model"]["length"] == 128
     tree, config = yaml.safe_load((file.parent / "planned.yaml").read_text()), load(file.parent / "planned.yaml")
@@ -59,7 +59,7 @@ def test_what_the_command_says_is_taken_and_how_long_the_file_trains_is_told(fil
 def test_a_file_in_another_precision_is_refused(file, capsys):
     file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "precision": "fp32"}))
     assert main(["plan", "train.yaml", *WORDS]) == 2
-    assert "plans are searched in bf16, and precision is fp32" in capsys.readouterr().err
+    assert "plans are searched in bf16, and the file's precision is fp32" in capsys.readouterr().err
 
 
 def test_an_emitted_file_has_the_output_that_a_launcher_asks_for(file, capsys):

@@ -15,12 +15,13 @@ import pytest
 import torch.distributed as dist
 
 from zero3d.config import load, to_dict
+from zero3d.config.sections import Plan
 from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.actions import Action, bubble
-from zero3d.spec.text import size
+from zero3d.spec.text import binary, size
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.progress import STOPPED
-from zero3d.tools.cli.simulate import show_done
+from zero3d.tools.cli.simulate import Room, cards_of, show_done
 from zero3d.tools.sim import rank as answering
 from zero3d.tools.sim.memory import Log, Storage
 from zero3d.tools.sim.orders import one_chunk
@@ -203,6 +204,31 @@ def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
     assert main(["simulate", *TINY, *world, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert said in error or (said == "ConfigError" and error.startswith("ConfigError: "))
+
+
+def test_a_simulation_is_of_the_cards_that_its_file_was_planned_for():
+    config = replace(tiny(), plan=Plan(gpus=16, gpu="h100", nodes=4))
+    assert cards_of(tiny(), 16, None, None) is None
+    found = [cards_of(config, 16, None, None), cards_of(config, 8, None, None), cards_of(config, 16, "a6000", 2)]
+    assert [(cards.gpu.name, cards.gpus, cards.hosts) for cards in found] == [
+        ("h100", 16, 4), ("h100", 8, 1), ("a6000", 16, 2),
+    ]  # fmt: skip
+    assert cards_of(config, 64, "gb200", None).hosts == 16
+
+
+def test_the_peak_is_compared_with_a_cards_memory():
+    peaks = [SimpleNamespace(peak=SimpleNamespace(nbytes=nbytes)) for nbytes in (3 << 30, 40 << 30)]
+    config = tiny("mesh.dp=2")
+    room = Room.of(SimpleNamespace(ranks=peaks), config, cards_of(config, 2, "a6000", None))
+    assert (room.alive, room.reserved) == (40 << 30, pytest.approx(2 << 30))
+    assert room.communicators > 0
+    assert room.shown == pytest.approx((42 << 30) + 0.6e9 + room.communicators)
+    said = str(room)
+    assert said.startswith(f"On a6000: {binary(room.shown)} of 48 GiB, {binary(room.memory - room.shown)} left: 40 GiB")
+    small = str(room._replace(memory=float(24 << 30)))
+    assert f"of 24 GiB, {binary(room.shown - (24 << 30))} too much" in small
+    alone = Room.of(SimpleNamespace(ranks=peaks), config, cards_of(config, 2, "cpu", None))
+    assert (alone.context, alone.communicators) == (0.0, 0.0)
 
 
 @pytest.mark.long

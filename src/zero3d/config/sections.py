@@ -523,7 +523,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Plan:
-    """The run's third step beside its plan, and settings for slow links chosen by the plan."""
+    """The run's third step beside its plan, settings for slow links chosen by the plan, and what it is planned for."""
 
     cluster: str | None = key(
         None,
@@ -537,6 +537,17 @@ class Plan:
         "is sent; zero3d train prints what it chooses and why",
         bits=None,
         choices=(GIVEN, "auto", NARROW),
+    )
+    gpus: int | None = key(
+        None,
+        "GPUs that the run is planned for: zero3d plan, explain and simulate take this, gpu and nodes where no option "
+        "says others; a run goes by the ranks that it is started on",
+        bits=None,
+        least=1,
+    )
+    gpu: str | None = key(None, "their card, by its name in the planner's catalogue, such as h100", bits=None)
+    nodes: int | None = key(
+        None, "machines of these GPUs; by default as many as such cards usually come in", bits=None, least=1
     )
 
 

@@ -13,19 +13,30 @@ from typing import Any
 
 from torch import nn
 
-# Dense bf16 peak in FLOP/s, by a part of the device's name; vendors' data sheets.
+# Dense bf16 peak (fp16 where there is no bf16) in FLOP/s, by words of the device's name; vendors' data sheets.
 PEAKS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
     "A100": 312e12,
     "MI300X": 1307e12,
     "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
     "A6000": 155e12,
+    "RTX PRO 6000": 503.8e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
     "V100": 125e12,
+    "T4": 65e12,
 }
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -58,4 +69,5 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """Return a device's peak in FLOP/s, or None where it is not known; the table is of bf16 and fp16."""
     if precision not in ("bf16", "fp16"):
         return None
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+    words = f" {device_name.replace('-', ' ')} "
+    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)

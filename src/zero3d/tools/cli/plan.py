@@ -13,12 +13,14 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import cache, partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from zero3d.config import Config, Model, to_dict
+from zero3d.config.sections import Plan as PlannedFor
 from zero3d.data.files import FILL_ME
 from zero3d.data.tokenizers import BYTES, OF_BYTES
 from zero3d.errors import ConfigError, short
@@ -29,42 +31,42 @@ from zero3d.tools.cli import plan_theory
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.cli.plan_options import (
     format_of,
-    limit_of,
     lora_of,
     margin_of,
     number,
     open_cluster,
     price_of,
+    room_of,
     tokens_of,
 )
 from zero3d.tools.cli.plan_theory import parse_params
 from zero3d.tools.cli.planned_file import RunFile
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
-from zero3d.tools.page import plan_text
-from zero3d.tools.plan.emit import deepspeed_config, train_config
+from zero3d.tools.page import plan_json, plan_text
+from zero3d.tools.plan.choice import choose
+from zero3d.tools.plan.emit import ADAPTERS, NEW, WEIGHTS, deepspeed_config, planned_for, train_config, whole_run
 from zero3d.tools.plan.estimate import device_at_least, evaluate
+from zero3d.tools.plan.goodput import goodput
 from zero3d.tools.plan.ladder import ladder
+from zero3d.tools.plan.lengths import with_lengths
 from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import EXAMPLE
-from zero3d.tools.plan.search import (
-    GOALS,
-    LONG,
-    OFFLOADS,
-    Evaluate,
-    Progress,
-    Row,
-    SearchResult,
-    Target,
-    resized,
-    search,
-)
-from zero3d.tools.plan.spec import ClusterSpec, Forward, ModelSpec
+from zero3d.tools.plan.search import GOALS, LONG, OFFLOADS, Progress, Row, SearchResult, Target, resized, search
+from zero3d.tools.plan.spec import ClusterSpec, Evaluate, Forward, ModelSpec
 from zero3d.tools.plan.what_if import what_if
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
-TOKENS = 4 * 2**20  # of a step, where nothing is said
+TOKENS = 4 * 2**20  # of a step of pretraining, where nothing is said
+TUNED = 64 * 2**10, 128 * 2**10  # of a fine-tune's, least and most
+SHAPE = {
+    "layers": "number of layers",
+    "hidden": "width of a layer",
+    "batch": "sequences of a GPU at a time, of --seq tokens",
+    "heads": "attention heads",
+    "tp": f"tensor-parallel ranks (default: {plan_theory.TP})",
+}
 MOST = 4096  # tokens of a sequence, where nothing is said
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
@@ -78,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder, config.json, preset, module:function or a run's train.yaml; or: explain CONFIG KEY=VALUE ...",
     )
     parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
+    for name, what in SHAPE.items():
+        parser.add_argument(f"--{name}", help=f"for --theory, its activations: {what}")
     parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
     parser.add_argument("--gpus", help="how many GPUs (default: 64; or nodes x GPUs of a node)")
     parser.add_argument("--gpu", help="which GPU: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
@@ -105,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin",
         metavar="M",
-        help=f"share of planned memory that must stay free: 10%%, 0.1 (default: {MARGIN:g}, from published runs)",
+        help=f"share of planned memory that must stay free: 10%%, 0.1 (default: {MARGIN:g}, more for LoRA and offload)",
     )
     parser.add_argument(
         "--rl", metavar="WHAT", help=f"for explain: estimate a step of reinforcement learning and its stream: {EXAMPLE}"
@@ -125,8 +129,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html and (arguments.theory or words[:1] == ["explain"]):
         raise ConfigError(f"--html writes what a search finds, and this is none. Type {USAGE.partition(', or')[0]}")
     if arguments.theory:
-        plan_theory.show(arguments.params or "7.5e9", arguments.gpus or "64", arguments.json)
+        seq = None if arguments.seq is None else str(tokens_of(arguments.seq))
+        names = "params", "gpus", *SHAPE
+        plan_theory.show({name: getattr(arguments, name) for name in names} | {"seq": seq}, arguments.json)
         return 0
+    if said := [f"--{name}" for name in SHAPE if getattr(arguments, name) is not None]:
+        raise ConfigError(f"{said[0]} is for --theory, and a plan takes it from its MODEL. Type {USAGE}")
     if words[:1] == ["explain"]:
         from zero3d.tools.cli import plan_explain  # with all that opens the file of a run
 
@@ -145,22 +153,28 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     if arguments.top < 1:
         raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
     price = price_of(arguments)
-    cluster = open_cluster(arguments)
+    file = RunFile.of(path)
+    cluster = open_cluster(arguments, file.config.plan if file else PlannedFor())
     if arguments.goal not in GOALS:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
     if arguments.offload not in OFFLOADS:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
     if arguments.optimizer not in NAMES:
         raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
-    file = RunFile.of(path)
+    if file is not None:
+        file.check(cluster.gpu.precision)
     quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
     optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
-    limit = limit_of(arguments, cluster)
+    room, margin = room_of(arguments, cluster), margin_of(arguments.margin)
     model = open_model(arguments, path, file, cluster.gpu.name != CPU)
-    tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
-    sequences = _sequences(arguments, model, cluster, file)
-    target = Target(sequences, limit, arguments.goal, arguments.offload, optimizer, quantize)
-    priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
+    lengths, unknown = file.lengths(model) if file else (None, "")
+    tokens = number(arguments.tokens, "--tokens") or (file.tokens(model, lengths) if file else None)
+    tuned = bool(arguments.lora) or (is_tuned(file.config) if file else path is not None and has_weights(path))
+    sequences, batch = sequences_of(arguments, model, cluster, file, tuned)
+    target = Target(sequences, room, arguments.goal, arguments.offload, optimizer, quantize, margin)
+    priced = cache(
+        evaluate if lengths is None else with_lengths(evaluate, lengths)
+    )  # knobs and rungs are in part what the search has tried
     result = _searched(model, cluster, target, priced)
     if not result.whole:
         print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
@@ -169,19 +183,22 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
             print(plan_text.nothing_fits(model, cluster, target, result, None))
             return 1
         raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
-    best = result.rows[0]
+    best = choose(result.rows, target.goal).row
     used = resized(cluster, best.plan.world)
-    rungs = ladder(model, used, target.sequences, target.limit, priced, target.optimizer)
+    limit = target.usable(model, best.plan)
+    rungs = ladder(model, used, target.sequences, limit, priced, target.optimizer)
     knobs = what_if(best, model, used, priced)
     links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
-    end = ends(model, used, best.plan, limit, priced)
+    end = None if best.lacks else ends(model, used, best.plan, limit, priced)
     answer = plan_text.Answer(
-        model, used, target, result, rungs, knobs, tokens, price, links, margin_of(arguments.margin), end
+        model, used, target, result, rungs, knobs, tokens, price, links, end, batch, lengths, unknown
     )
     _write(arguments, answer, path, file)
     print(
-        json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
+        json.dumps(plan_json.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
+    if arguments.assert_fits and best.lacks:
+        return 1
     return 0 if result.whole else STOPPED
 
 
@@ -250,11 +267,22 @@ def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], pri
     return () if plan is None else ways(model, plan, cluster, priced, any_stage=True)
 
 
-def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None) -> int:
-    """Return sequences of a step. Raises ConfigError for tokens that are no whole ones, or too few for every GPU."""
+def is_tuned(config: Config) -> bool:
+    """Return whether a run adapts a model, or starts from weights."""
+    return config.lora.rank is not None or (config.model.init == "weights" and has_weights(config.model.path))
+
+
+def sequences_of(
+    arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None, tuned: bool
+) -> tuple[int, str]:
+    """Return sequences of a step, and who says so many. Raises ConfigError for tokens that are no whole ones."""
     tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
     if tokens is None:
-        return (file.config.train.batch if file else None) or _typical_batch(model, cluster)
+        if file and file.config.train.batch:
+            return file.config.train.batch, "train.batch of the file"
+        what = "a fine-tune's default, 64k to 128k" if tuned else "pretraining's default, about 4 M"
+        sequences = tuning_batch(model, cluster) if tuned else _typical_batch(model, cluster)
+        return sequences, f"{what} (--tokens-per-batch)"
     sequences = int(tokens) // model.length
     if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
@@ -262,7 +290,14 @@ def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: Cluster
             f"--tokens-per-batch {arguments.tokens_per_batch} is not a multiple of sequences of {model.length}: "
             f"{int(tokens)} / {model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
         )
-    return sequences
+    return sequences, ""
+
+
+def tuning_batch(model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Return the fewest sequences for all GPUs that have as many tokens as TUNED says, else the most; one each."""
+    least, most = (tokens / model.length / cluster.gpus for tokens in TUNED)
+    each = ceil(least)
+    return max(1, each if each <= most else int(most)) * cluster.gpus
 
 
 def _typical_batch(model: ModelSpec, cluster: ClusterSpec) -> int:
@@ -280,7 +315,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
         with ProgressLine() as line:
             result = search(model, bigger, wanted, evaluate, device_at_least, partial(_show, line))
-        if result.rows:
+        if result.rows and not result.rows[0].lacks:
             return bigger.gpus, result.rows[0]
         times *= 2
     return None
@@ -288,21 +323,29 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
 
 def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None, file: RunFile | None) -> None:
     """Write the files that --emit, --emit-deepspeed and --html name. Raises ConfigError before any is written."""
-    rows = answer.result.rows
+    rows, best = answer.result.rows, answer.best
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None:
             raise ConfigError("--emit writes a file for `zero3d train`, which needs a MODEL, not --params.")
         known = file.config.model.path if file else path
-        tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
+        tree = train_config(answer.model, best.plan, known, None if file else _tokenizer(path))
+        tree["plan"] = planned_for(answer.cluster, arguments.cluster)
         asks = not file and _asks_for_data(path)
         if asks:
             tree["data"] = {"train": FILL_ME} | tree["data"]
-        tree = (file.with_plan(tree) if file else tree) | _adapters(arguments.lora)
+        adapters = _adapters(arguments.lora)
+        if file:
+            tree = file.with_plan(tree) | adapters
+        else:
+            save = goodput(answer.model, answer.cluster)
+            trained = ADAPTERS if adapters else WEIGHTS if has_weights(path) else NEW
+            tree = whole_run(tree | adapters, trained, best.estimate, save, answer.tokens)
         texts[arguments.emit] = plan_text.head(answer, asks) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next(
-            (row for row in rows if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel), rows[0]
+            (row for row in (best, *rows) if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel),
+            best,
         )
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
     if arguments.html:
@@ -315,7 +358,7 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         except OSError as error:
             raise ConfigError(f"{name}: cannot be written ({error.strerror}).") from error
         print(f"written: {name}", file=sys.stderr)
-    if arguments.emit_deepspeed and flat.plan != rows[0].plan:
+    if arguments.emit_deepspeed and flat.plan != best.plan:
         print(
             f"DeepSpeed's JSON has no pipelines, so it has another plan: {plan_text.short(flat.plan)}", file=sys.stderr
         )
@@ -332,6 +375,12 @@ def _adapters(asked: str | None) -> dict[str, Any]:
         return {}
     choice, plain = to_dict(Config(lora=lora_of(asked)))["lora"], to_dict(Config())["lora"]
     return {"lora": {key: value for key, value in choice.items() if value != plain[key]}}
+
+
+def has_weights(path: str) -> bool:
+    """Return whether a run starts from weights: a folder has some."""
+    folder = Path(path)
+    return folder.is_dir() and any(any(folder.glob(f"*{ending}")) for ending in (".safetensors", ".bin"))
 
 
 def _tokenizer(path: str) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from zero3d.config import Config, split_words
@@ -16,19 +17,21 @@ from zero3d.spec.sections import planned
 from zero3d.spec.text import binary, columns
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 from zero3d.tools.cli.kept_specs import open_spec
-from zero3d.tools.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, price_of
+from zero3d.tools.cli.plan_options import format_of, lora_of, margin_of, number, open_cluster, price_of, room_of
+from zero3d.tools.cli.planned_file import lengths_of
 from zero3d.tools.cli.train import config_source
-from zero3d.tools.page import plan_text
+from zero3d.tools.page import explain_text, plan_json, plan_text
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
-from zero3d.tools.plan.margin import Ends, Range, ends
+from zero3d.tools.plan.lengths import Lengths, with_lengths
+from zero3d.tools.plan.margin import Ends, Margin, Range, ends, usable
 from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import Rollout, split
-from zero3d.tools.plan.search import Row, resized, tp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, Forward, ModelSpec, ParallelPlan
+from zero3d.tools.plan.search import Row, Target, resized, tp_refused
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Forward, ModelSpec, ParallelPlan
 from zero3d.tools.plan.weights import weights_note, with_weights
-from zero3d.tools.plan.what_if import what_if
+from zero3d.tools.plan.what_if import WhatIf, what_if
 from zero3d.train.setup.left_out import load_filled
 
 OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead
@@ -49,26 +52,32 @@ TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d
 class Explained(NamedTuple):
     """Holds one plan, and what it must fit into.
 
-    limit   bytes of a GPU that may be planned; margin: beside them
+    room    bytes of a GPU for it and its margin, which is a share of what is planned
     tokens  of the whole training; price: of a GPU-hour
+    target  what other plans must do; priced: what prices them
+    lengths of the run's own sequences; unknown: why nobody knows them
     """
 
     model: ModelSpec
     cluster: ClusterSpec
     row: Row
-    limit: float
-    margin: float
+    room: float
+    margin: Margin
     tokens: float | None
     price: float | None
+    target: Target
+    priced: Evaluate
+    lengths: Lengths | None
+    unknown: str
 
     @property
-    def room(self) -> float:
-        """Return the bytes that a plan and its margin may take."""
-        return self.limit * (1 + self.margin)
+    def limit(self) -> float:
+        """Return the bytes of a GPU that may be planned."""
+        return usable(self.room, self.margin.share)
 
     @property
     def fits(self) -> bool:
-        """Return whether a GPU and a node have room for the plan."""
+        """Return whether a GPU and a node have room for the plan with its margin."""
         memory = self.row.estimate.memory
         return memory.device <= self.limit and not memory.lacks(self.cluster)
 
@@ -76,6 +85,10 @@ class Explained(NamedTuple):
     def ends(self) -> Ends | None:
         """Return what would no longer fit; None where the plan itself does not."""
         return ends(self.model, self.cluster, self.row.plan, self.limit, evaluate) if self.fits else None
+
+    def faster(self, knobs: Sequence[WhatIf]) -> list[WhatIf]:
+        """Return single changes that are faster and fit, too."""
+        return explain_text.faster(knobs, self.row, partial(self.target.usable, self.model), self.cluster)
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -87,10 +100,12 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     config = load_filled(config_source(path, overrides)[1], overrides).config
     _refuse_search(arguments)
     asked, price = number(arguments.tokens, "--tokens"), price_of(arguments)
+    margin = margin_of(arguments.margin)
     if arguments.quantize:
         config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
-    cluster = open_cluster(arguments)
-    plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
+    cluster = open_cluster(arguments, config.plan)
+    said = arguments.gpus or arguments.nodes or arguments.cluster or config.plan.gpus
+    plan = plan_of(config, cluster.gpus if said else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora
     model = open_spec(
         config.model.path,
@@ -109,8 +124,10 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         with naming_text_part(config):
             raise
     cluster = resized(cluster, plan.world)
-    limit = limit_of(arguments, cluster)
-    row = _first_that_fits(_with_places(plan, config), model, cluster, limit)
+    lengths, unknown = lengths_of(config)
+    priced = cache(evaluate if lengths is None else with_lengths(evaluate, lengths))
+    target = Target(plan.micro_batch * plan.accumulate * plan.rows, room_of(arguments, cluster), margin=margin)
+    row = _first_that_fits(_with_places(plan, config), model, cluster, target, priced)
     if plan.zero.weights == AUTO:
         note = weights_note(model, row.plan.replace(weights=AUTO), cluster)
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, note)))
@@ -118,14 +135,26 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
     tokens = asked or _tokens(config, row.estimate)
-    explained = Explained(model, cluster, row, limit, margin_of(arguments.margin), tokens, price)
+    explained = Explained(
+        model,
+        cluster,
+        row,
+        target.room,
+        target.margin_for(model, row.plan),
+        tokens,
+        price,
+        target,
+        priced,
+        lengths,
+        unknown,
+    )
     if arguments.json:
         print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
-        for line in _lines(explained):  # as they come: Ctrl-C leaves those that are known
+        for line in plan_text.folded(_lines(explained)):  # as they come: Ctrl-C leaves those that are known
             print(line, flush=True)
-        print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
-    return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
+        print("\n".join([] if rollout is None or parts is None else explain_text.rollout_lines(rollout, parts)))
+    return int(bool(arguments.assert_fits) and row.estimate.memory.device > explained.limit)
 
 
 def _refuse_search(arguments: argparse.Namespace) -> None:
@@ -144,11 +173,16 @@ def _with_places(plan: ParallelPlan, config: Config) -> list[ParallelPlan]:
     return [plan.replace(offload=replace(asked, optimizer=place).settled) for place in PLACES]
 
 
-def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:
-    """Return the first plan that a GPU and a host have room for, else the last."""
-    rows = [Row(with_weights(model, plan, cluster), evaluate(model, cluster, plan)) for plan in plans]
-    fits = (row for row in rows if row.estimate.memory.device <= limit and not row.estimate.memory.lacks(cluster))
-    return next(fits, rows[-1])
+def _first_that_fits(
+    plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate
+) -> Row:
+    """Return the first plan that a GPU and a host have room for with its margin, else the last."""
+    rows = [Row(with_weights(model, plan, cluster), priced(model, cluster, plan)) for plan in plans]
+    for row in rows:
+        memory = row.estimate.memory
+        if memory.device <= target.usable(model, row.plan) and not memory.lacks(cluster):
+            return row
+    return rows[-1]
 
 
 def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
@@ -167,17 +201,20 @@ def _tokens(config: Config, estimate: Estimate) -> float | None:
 
 def _json(explained: Explained) -> dict[str, Any]:
     """Return what the lines say as plain values."""
-    model, cluster, row, limit, margin, tokens, price = explained
+    model, cluster, row, _, margin, tokens, price = explained[:7]
+    knobs = what_if(row, model, cluster, explained.priced)
     return {
-        **plan_text.row_json(row),
-        **plan_text.plan_json(model, cluster, row, limit, margin, explained.ends),
+        **plan_json.row_json(row),
+        **plan_json.plan_json(model, cluster, row, explained.limit, margin, explained.ends),
         "fits": explained.fits,
+        "lengths": plan_json.lengths_json(explained.lengths),
         "instants": [
             {"instant": name, **{category: size for category, size in parts.items() if size}}
-            for name, parts in plan_text.shown_instants(instants(model, row.plan))
+            for name, parts in explain_text.shown_instants(instants(model, row.plan))
         ],
-        "what_if": plan_text.knobs_json(what_if(row, model, cluster, evaluate)),
-        "cost": plan_text.cost_json(row.estimate, cluster, tokens, price),
+        "what_if": plan_json.knobs_json(knobs),
+        "faster": plan_json.knobs_json(explained.faster(knobs)) if explained.fits else [],
+        "cost": plan_json.cost_json(row.estimate, cluster, tokens, price),
     }
 
 
@@ -186,18 +223,22 @@ def _lines(explained: Explained) -> Iterator[str]:
     plan, estimate = row.plan, row.estimate
     yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
+    yield from plan_text.without_bf16(plan, cluster)
+    yield from plan_text.lengths_lines(explained.lengths, explained.unknown, plan)
     yield ""
-    yield from plan_text.memory_lines(estimate.memory)
+    yield from explain_text.memory_lines(estimate.memory)
     yield _verdict(explained)
     yield ""
-    yield from plan_text.instant_lines(instants(model, plan))
+    yield from explain_text.instant_lines(instants(model, plan))
     yield ""
-    yield from plan_text.time_lines(row, cluster)
+    yield from explain_text.time_lines(row, cluster)
     yield from plan_text.cost_lines(estimate, cluster, explained.tokens, explained.price)
     yield ""
     yield "What if, one setting changed (memory, time of a step, what moves the peak):"
-    knobs = what_if(row, model, cluster, evaluate)
+    knobs = what_if(row, model, cluster, explained.priced)
     yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, explained.limit, cluster), "<>><<")
+    if explained.fits:
+        yield explain_text.faster_line(explained.faster(knobs))
     for note in estimate.notes:
         yield f"Note: {note}"
 
@@ -208,10 +249,13 @@ def _verdict(explained: Explained) -> str:
         name, more = next(iter(lacks.items()))
         there = cluster.figure(TIERS[name].capacity)
         return f"Does not fit a {name} of {there / 1e9:.1f} GB: {more / 1e9:.1f} GB too much."
-    planned = plan_text.around(memory.device, explained.margin)
-    left = explained.room - Range.of(memory.device, explained.margin).high
-    margin = f"a margin of {100 * explained.margin:.3g} %, {plan_text.origin(explained.margin)}"
+    planned = plan_text.around(memory.device, explained.margin.share)
+    left = explained.room - Range.of(memory.device, explained.margin.share).high
+    margin = f"a margin of {100 * explained.margin.share:.3g} %, {explained.margin.origin}"
+    if memory.device > explained.room:
+        over = memory.device - explained.room
+        return f"Does not fit {room}: {planned} GiB, {binary(over)} too much, and {binary(-left)} with {margin}."
     if left < 0:
-        return f"Does not fit {room} with {margin}: {planned} GiB, {binary(-left)} too much."
+        return f"{plan_text.LACKING} Fits {room}, and lacks {binary(-left)} of {margin}: {planned} GiB."
     end = plan_text.would_end(explained.ends)
     return f"Fits {room} with {margin}: {planned} GiB, {binary(left)} left{end}."

@@ -6,12 +6,11 @@ import argparse
 from dataclasses import replace
 
 from zero3d.config import Lora
-from zero3d.config.sections import ALL_LINEAR
+from zero3d.config.sections import ALL_LINEAR, Plan
 from zero3d.errors import ConfigError, short
 from zero3d.spec.formats import FORMATS
 from zero3d.tools.cli.plan_theory import MOST_PARAMS, parse_gpus, parse_params
 from zero3d.tools.plan.hardware import base_of, card, check_card, cluster, read_file
-from zero3d.tools.plan.margin import MARGIN, usable
 from zero3d.tools.plan.spec import ClusterSpec
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
@@ -20,12 +19,19 @@ BINARY = {"k": 1 << 10, "m": 1 << 20}
 UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 
 
-def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
-    """Return the cluster of --gpu, --gpus, --nodes and --cluster; a calibrated file says all. Raises ConfigError."""
+def open_cluster(arguments: argparse.Namespace, planned: Plan = Plan()) -> ClusterSpec:  # noqa: B008 (frozen)
+    """Return the cluster of --gpu, --gpus, --nodes and --cluster; a calibrated file says all. Raises ConfigError.
+
+    planned  what the file of a run says, of which an option displaces what it says itself: another card is measured by
+             another file, and other numbers of GPUs and nodes go together
+    """
     gpus = parse_gpus(arguments.gpus) if arguments.gpus else None
     nodes = parse_gpus(arguments.nodes, "--nodes") if arguments.nodes else None
-    known = read_file(arguments.cluster) if arguments.cluster else {}
-    name = arguments.gpu or base_of(known) or GPU
+    if gpus is None and nodes is None:
+        gpus, nodes = planned.gpus, planned.nodes
+    file = arguments.cluster or (None if arguments.gpu else planned.cluster)
+    known = read_file(file) if file else {}
+    name = arguments.gpu or (base_of(known) if arguments.cluster else planned.gpu or base_of(known)) or GPU
     if arguments.gpu:
         card(arguments.gpu)
         check_card(arguments.cluster, known, arguments.gpu, "--gpu says")
@@ -34,7 +40,7 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
         gpus = nodes * int(known["per_node"])
     if gpus is None:
         gpus = GPUS if nodes is None else nodes * card(name).per_node
-    found = cluster(name, gpus, nodes, arguments.cluster)
+    found = cluster(name, gpus, nodes, file)
     if arguments.watts is None:
         return found
     if not 0 < arguments.watts < 1e6:
@@ -90,10 +96,10 @@ def parse_size(text: str) -> float:
     return value
 
 
-def margin_of(text: str | None) -> float:
-    """Return the share of planned memory that 10% or 0.1 is. Raises ConfigError."""
+def margin_of(text: str | None) -> float | None:
+    """Return the share of planned memory that 10% or 0.1 is; None where nothing is said. Raises ConfigError."""
     if text is None:
-        return MARGIN
+        return None
     digits = text.strip()
     try:
         share = float(digits.removesuffix("%")) / (100 if digits.endswith("%") else 1)
@@ -104,10 +110,9 @@ def margin_of(text: str | None) -> float:
     return share
 
 
-def limit_of(arguments: argparse.Namespace, cluster: ClusterSpec) -> float:
-    """Return the bytes of a GPU that may be planned: --assert-fits or the card, less the margin. Raises ConfigError."""
-    room = parse_size(arguments.assert_fits) if arguments.assert_fits else cluster.gpu.memory
-    return usable(room, margin_of(arguments.margin))
+def room_of(arguments: argparse.Namespace, cluster: ClusterSpec) -> float:
+    """Return the bytes of a GPU for a plan and its margin: --assert-fits, or the card's. Raises ConfigError."""
+    return parse_size(arguments.assert_fits) if arguments.assert_fits else cluster.gpu.memory
 
 
 def lora_of(asked: str) -> Lora:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero3d.account.states import StateBytes
 from zero3d.errors import ConfigError, short
 from zero3d.spec.text import SUFFIXES, columns, count, size, trim
+from zero3d.tools.plan.formulas import (
+    TECHNIQUES,
+    ZERO_FACTOR,
+    checkpoints,
+    layer_activations,
+    recomputed,
+    zero_activations,
+)
 from zero3d.tools.plan.theory import EXAMPLES, Breakdown, K, StageTheory, all_stages, at_stage_3, breakdown
 
 MOST_PARAMS, MOST_DIGITS = 10**18, 9  # more is a typing error
@@ -24,11 +32,64 @@ FORMULAS = (  # the paper's, and this engine's in bf16
 TRAVELS = ("gradients", "parameters", "parameters", "parameters, forward and backward")
 
 
-def show(params: str, gpus: str, as_object: bool) -> None:
-    """Print the tables, or one JSON object. Raises ConfigError."""
-    psi, n = parse_params(params), parse_gpus(gpus)
+UNITS = {"--gpus": "GPUs", "--hidden": "features", "--batch": "sequences", "--tp": "ranks", "--seq": "tokens"}
+TP, SEQ = "8", "1024"  # where nothing is said: ranks of a node, and the length in ZeRO's examples
+KEPT = {  # of a layer, by how it is trained: in units of s b h bytes
+    "TP baseline": "(10 + 24/t + 5 a s/(h t))",
+    "TP+SP": "(34 + 5 a s/h) / t",
+    "TP+selective": "(10 + 24/t)",
+    "TP+SP+selective": "34 / t",
+    "full recompute": "2",
+}
+
+
+class Shape(NamedTuple):
+    """A GPT whose activations are counted. batch: sequences of a GPU; seq: their tokens; heads: None if not known."""
+
+    layers: int
+    hidden: int
+    batch: int
+    seq: int
+    tp: int
+    heads: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, str | None]) -> Shape | None:
+        """Read what options say, by their names; None where none asks for activations. Raises ConfigError."""
+        needed = {name: given[name] for name in ("layers", "hidden", "batch")}
+        missing = [f"--{name}" for name, text in needed.items() if text is None]
+        said = [f"--{name}" for name in ("layers", "hidden", "batch", "heads", "tp") if given[name] is not None]
+        if not said:
+            return None
+        if missing:
+            raise ConfigError(
+                f"{said[0]} asks for activations, which need {' and '.join(missing)}, too: "
+                "zero3d plan --theory --layers 48 --hidden 1600 --batch 32 --seq 1024 --heads 25"
+            )
+        texts = {"tp": TP, "seq": SEQ} | {name: text for name, text in given.items() if text is not None}
+        return cls(**{name: parse_gpus(texts[name], f"--{name}") for name in cls._fields if name in texts})
+
+    @property
+    def params(self) -> int:
+        """Count the parameters of the layers: 12 l h^2."""
+        return 12 * self.layers * self.hidden**2
+
+    def kept(self, technique: str) -> Fraction | None:
+        """Return the bytes that all layers keep on a rank; None where that needs heads and nobody says how many."""
+        if self.heads is None and "a s" in KEPT[technique]:
+            return None
+        shape = self.seq, self.batch, self.hidden, self.heads or 1, self.tp
+        return self.layers * layer_activations(technique, *shape)
+
+
+def show(given: Mapping[str, str | None], as_object: bool) -> None:
+    """Print the tables, or one JSON object. given: options by their names, without a value None. Raises ConfigError."""
+    shape = Shape.of(given)
+    psi = shape.params if shape and not given["params"] else parse_params(given["params"] or "7.5e9")
+    n = parse_gpus(given["gpus"] or "64")
     stages = all_stages(psi, n)
-    print(json.dumps(as_json(psi, n, stages), indent=2) if as_object else as_text(psi, n, stages))
+    tree = as_json(psi, n, stages) | ({} if shape is None else {"activations": activations_json(shape)})
+    print(json.dumps(tree, indent=2) if as_object else "\n".join([as_text(psi, n, stages), *activations_text(shape)]))
 
 
 def parse_params(text: str) -> int:
@@ -48,7 +109,7 @@ def parse_params(text: str) -> int:
 def parse_gpus(text: str, option: str = "--gpus") -> int:
     """Return a positive whole number. Raises ConfigError."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) > 0):
-        unit = option.removeprefix("--").replace("gpus", "GPUs")
+        unit = UNITS.get(option, option.removeprefix("--"))
         raise ConfigError(
             f"{option} {short(text)!r} is not a number of {unit}: type a whole number from 1, such as {option} 64."
         )
@@ -212,3 +273,66 @@ def _terms(states: StateBytes, params: int, gpus: int) -> str:
     """Write the bytes of a parameter that N ranks share, term by term."""
     terms = [trim(float(part * gpus / params)) for part in states if part]
     return f"{' + '.join(terms)} Psi/N" if len(terms) == 1 else f"({' + '.join(terms)}) Psi/N"
+
+
+# --- activations --------------------------------------------------------------------------------
+
+
+def activations_json(shape: Shape) -> dict[str, Any]:
+    """Return the bytes of a GPU's activations, by both counts."""
+    layers, h, b, s = shape[:4]
+    per_layer, root = recomputed(layers, h, s, b)
+    inputs = checkpoints(layers, h, s, b)
+    kept = {technique: shape.kept(technique) for technique in TECHNIQUES}
+    return {
+        **{name: value for name, value in shape._asdict().items() if value is not None},
+        "all_bytes": zero_activations(layers, h, s, b),
+        "inputs_bytes": inputs,
+        "inputs_over_tp_bytes": number(Fraction(inputs, shape.tp)),
+        "recomputed_per_layer_bytes": per_layer,
+        "recomputed_sqrt_bytes": root,
+        "more_compute": 1 / 3,
+        "by_technique_bytes": {name: None if value is None else number(value) for name, value in kept.items()},
+    }
+
+
+def activations_text(shape: Shape | None) -> Iterator[str]:
+    """Yield two tables: ZeRO's count and what recomputation leaves of it, and a layer counted tensor by tensor."""
+    if shape is None:
+        return
+    layers, h, b, s, tp, heads = shape
+    per_layer, root = recomputed(layers, h, s, b)
+    every, best = round(layers**0.5), max(1, round((layers / ZERO_FACTOR) ** 0.5))
+    interior, inputs = zero_activations(1, h, s, b), checkpoints(layers, h, s, b)
+    yield ""
+    yield f"5. Activations of a GPU: l = {layers} layers of h = {h:,}, b = {b} sequences of s = {s:,} tokens, 16 bits"
+    yield from columns(
+        [
+            ("all", size(zero_activations(layers, h, s, b)), f"{ZERO_FACTOR} b s h l x 2 bytes"),
+            ("inputs of the layers alone", size(inputs), "b s h l x 2 bytes"),
+            ("recomputed by layer", size(per_layer), "all inputs, the inside of one layer"),
+            (
+                f"recomputed by sqrt(l) = {every} layers",
+                size(root),
+                f"{-(-layers // every)} inputs, the inside of {every} layers",
+            ),
+            (
+                f"recomputed by sqrt(l/{ZERO_FACTOR}) = {best} layers",
+                size(checkpoints(layers, h, s, b, best) + best * interior),
+                f"{-(-layers // best)} inputs, the inside of {best}: the fewest",
+            ),
+            (f"inputs cut over t = {tp} TP ranks", size(Fraction(inputs, tp)), "b s h l x 2 bytes / t; 0 on the host"),
+        ],
+        "<><",
+    )
+    yield "   Recomputation is one more forward: a third of a step's compute."
+    yield ""
+    a = "a heads" if heads is None else f"a = {heads} heads"
+    yield f"6. Counted by tensor (Korthikanti et al., table 2): {layers} layers with {a} on one of t = {tp} TP ranks"
+    rows = []
+    for technique in TECHNIQUES:
+        kept = shape.kept(technique)
+        rows.append((technique, "needs --heads" if kept is None else size(kept), f"s b h l x {KEPT[technique]}"))
+    yield from columns(rows, "<><")
+    yield "   SP cuts what TP leaves whole, selective recomputes the scores, as flash attention does. Other layers keep"
+    yield "   other tensors: zero3d plan MODEL traces a model's own."

@@ -13,7 +13,7 @@ from zero3d.errors import ConfigError
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster, named
-from zero3d.tools.plan.margin import usable
+from zero3d.tools.plan.margin import margin_for, usable
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Forward, ModelSpec
 
@@ -25,9 +25,9 @@ def planned_micro_batch(config: Config, ranks: int) -> int:
     """Return the micro-batch for so many ranks on cards of this machine. Raises ConfigError where none fits."""
     hardware = cluster_of_these(config, ranks)
     found, least, most = 0, float("inf"), None
-    for micro_batch, estimate in _estimates(config, ranks, hardware):
+    for micro_batch, estimate, margin in _estimates(config, ranks, hardware):
         most = estimate if most is None else most
-        if estimate.memory.device > usable(hardware.gpu.memory) or estimate.memory.lacks(hardware):
+        if estimate.memory.device > usable(hardware.gpu.memory, margin) or estimate.memory.lacks(hardware):
             break
         seconds = estimate.seconds.mid / estimate.tokens
         if seconds < WORTH * least:
@@ -92,8 +92,8 @@ def model_of(config: Config, on_card: bool = False) -> ModelSpec:
     )
 
 
-def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tuple[int, Estimate]]:
-    """Yield each micro-batch that the batch can be made of, with what it takes."""
+def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tuple[int, Estimate, float]]:
+    """Yield each micro-batch that the batch can be made of, with what it takes, and the margin beyond it."""
     model, micro_batch = model_of(config, hardware.gpu.name != CPU), 1
     while micro_batch <= MOST:
         try:
@@ -101,5 +101,5 @@ def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tu
         except ConfigError:  # it does not divide the batch
             plan = None
         if plan is not None:
-            yield micro_batch, evaluate(model, hardware, plan)
+            yield micro_batch, evaluate(model, hardware, plan), margin_for(None, model, plan).share
         micro_batch *= 2

@@ -2,6 +2,7 @@
 
     of the file     model, lora, freeze, data.length, data.packing, train.batch, train.steps (how long), optimizer.name
     of the plan     mesh, zero, offload, activations, train.micro_batch, train.accumulate; train.tiled_loss if it says
+    written, too    plan.gpus, plan.gpu: what it is planned for
     stays           everything else: data, output, learning rates, ...
 
 What a command says (--seq, --lora, --tokens-per-batch, ...) is taken in place of the file's.
@@ -21,13 +22,24 @@ from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.zero import Zero
 from zero3d.tools.cli.kept_specs import open_spec
+from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.spec import Forward, ModelSpec
 from zero3d.train.setup.left_out import load_filled
 
 ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
+FOR = "plan"  # the section of what it was planned for
 REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
 PORTIONS = (*REPLACED, "tiled_loss", "compile")  # of train that a plan may say
+
+
+def lengths_of(config: Config) -> tuple[Lengths | None, str]:
+    """Return the lengths of a sample of a run's data; None where it packs them, or nobody knows, and why."""
+    if config.data.packing:
+        return None, ""
+    from zero3d.tools.sim import file_lengths  # with torch
+
+    return file_lengths.lengths_of(config)
 
 
 class RunFile(NamedTuple):
@@ -41,13 +53,15 @@ class RunFile(NamedTuple):
         """Read a MODEL that is the file of a run; None for any other. Raises ConfigError."""
         if words is None or not words.endswith(ENDINGS) or not Path(words).is_file():
             return None
-        config = load_filled(words).config
-        if config.precision != "bf16":
+        return cls(read_tree(Path(words)), load_filled(words).config)
+
+    def check(self, precision: str) -> None:
+        """Refuse a file of another precision than that in which plans are searched. Raises ConfigError."""
+        if self.config.precision not in (precision, "bf16"):
             raise ConfigError(
-                f"{words}: plans are searched in bf16, and precision is {config.precision}: zero3d plan explain "
-                "prices it."
+                f"plans are searched in {precision}, and the file's precision is {self.config.precision}: zero3d plan "
+                "explain prices it."
             )
-        return cls(read_tree(Path(words)), config)
 
     def model(self, length: int | None, lora: Lora | None, on_card: bool = False) -> ModelSpec:
         """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
@@ -67,10 +81,14 @@ class RunFile(NamedTuple):
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 
-    def tokens(self, model: ModelSpec) -> float | None:
+    def lengths(self, model: ModelSpec) -> tuple[Lengths | None, str]:
+        """Return the lengths of a sample of its data, cut at the model's; None where they decide nothing, and why."""
+        return lengths_of(replace(self.config, data=replace(self.config.data, length=model.length)))
+
+    def tokens(self, model: ModelSpec, lengths: Lengths | None = None) -> float | None:
         """Return the tokens of the whole training, where the file says how many steps and sequences it has."""
-        train = self.config.train
-        return None if train.steps is None or train.batch is None else float(train.steps * train.batch * model.length)
+        train, each = self.config.train, model.length if lengths is None else lengths.mean
+        return None if train.steps is None or train.batch is None else train.steps * train.batch * float(each)
 
     def with_plan(self, planned: Mapping[str, Any]) -> dict[str, Any]:
         """Return the file with a plan's settings in the place of its own. planned: `emit.train_config`."""
@@ -85,4 +103,7 @@ class RunFile(NamedTuple):
         tree["data"] = {**(self.tree.get("data") or {}), "length": planned["data"]["length"]}
         if "packing" in planned["data"]:
             tree["data"]["packing"] = planned["data"]["packing"]
+        if planned["precision"] != self.config.precision:  # of a card without bf16
+            tree["precision"] = planned["precision"]
+        tree[FOR] = {**(self.tree.get(FOR) or {}), **planned[FOR]}
         return {**tree, "activations": planned["activations"], "output": self.tree.get("output") or planned["output"]}

@@ -17,7 +17,7 @@ from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import read_file
 from zero3d.tools.plan.links import SETTINGS, as_words, crosses, fastest, ways
-from zero3d.tools.plan.margin import usable
+from zero3d.tools.plan.margin import margin_for, usable
 from zero3d.tools.plan.network import CPU
 
 
@@ -46,10 +46,9 @@ def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[s
     )
     if not crosses(plan, hardware):
         return words, [f"{asked}: no data-parallel axis has several ranks on several hosts; nothing is changed"]
-    found, limit = (
-        ways(model_of(config, hardware.gpu.name != CPU), plan, hardware, evaluate),
-        usable(hardware.gpu.memory),
-    )
+    model = model_of(config, hardware.gpu.name != CPU)
+    found = ways(model, plan, hardware, evaluate)
+    limit = usable(hardware.gpu.memory, margin_for(None, model, plan).share)
     chosen = fastest(found, hardware, limit, config.plan.links == NARROW)
     settings = as_words(chosen.settings)
     took = f"{asked}: {chosen.name}: {' '.join(settings) or 'nothing is changed'}"

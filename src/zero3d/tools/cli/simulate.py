@@ -8,16 +8,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from zero3d.config import split_words
+from zero3d.config import Config, split_words
 from zero3d.errors import ConfigError
-from zero3d.spec.text import columns, count, size
+from zero3d.spec.text import binary, columns, count, size
 from zero3d.tools.cli.preflight import check_transformers
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, say, time_left
 from zero3d.tools.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.tools.cli.worker import quiet_environment
 from zero3d.tools.cli.workers import ranks_here
+from zero3d.tools.plan.emit import plan_of
+from zero3d.tools.plan.hardware import base_of, cluster, read_file
+from zero3d.tools.plan.memory import COMMUNICATOR, CONTEXT, RESERVED, communicators
+from zero3d.tools.plan.network import CPU
+from zero3d.tools.plan.spec import ClusterSpec
 from zero3d.train.setup.left_out import load_filled
 
 if TYPE_CHECKING:
@@ -29,10 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: as many as zero3d train would start here)")
-    parser.add_argument("--nodes", type=int, default=1, help="machines, with equally many ranks on each (default: 1)")
+    parser.add_argument(
+        "--ranks", type=int, help="number of ranks (default: plan.gpus, else as many as zero3d train would start here)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, help="machines, with equally many ranks on each (default: plan.nodes, else as cards come)"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="compare the peak with this card's memory: h100 (default: plan.gpu, else none)"
+    )
     parser.add_argument("--rank", type=int, help="simulate only this rank (default: one of every class)")
-    parser.add_argument("--backend", default="nccl", help="whose collectives: nccl (default), or gloo as on CPU ranks")
+    parser.add_argument("--backend", help="whose collectives: nccl (default), or gloo as on CPU ranks (--gpu cpu)")
     parser.add_argument(
         "--every-micro-batch",
         action="store_true",
@@ -56,21 +68,77 @@ def run(arguments: argparse.Namespace) -> int:
     from zero3d.tools.sim.result import to_json
     from zero3d.tools.sim.simulate import Interrupted, simulate
 
-    world = arguments.ranks or ranks_here(config.mesh)
+    world = arguments.ranks or config.plan.gpus or ranks_here(config.mesh)
+    cards = cards_of(config, world, arguments.gpu, arguments.nodes)
+    nodes = arguments.nodes or (1 if cards is None else cards.hosts)
+    backend = arguments.backend or ("gloo" if cards is not None and cards.gpu.name == CPU else "nccl")
     say(f"simulating a step of {world} ranks: one of each class, each in a process of its own")
-    given = arguments.rank, arguments.backend, arguments.every_micro_batch
+    given = arguments.rank, backend, arguments.every_micro_batch
     code = 0
     with ProgressLine() as line:
         try:
-            simulation = simulate(config, world, *given, partial(show_done, line, [], world), arguments.nodes)
+            simulation = simulate(config, world, *given, partial(show_done, line, [], world), nodes)
         except Interrupted as interrupted:
             simulation, code = interrupted.simulation, STOPPED
     if arguments.trace is not None:
         write("--trace", arguments.trace, json.dumps(chrome_trace(simulation)))
     if arguments.html is not None:
         write("--html", arguments.html, simulation_page(simulation))
-    print(json.dumps(to_json(simulation)) if arguments.json else "\n".join(as_text(simulation)))
+    room = None if cards is None else Room.of(simulation, config, cards)
+    if arguments.json:
+        print(json.dumps(to_json(simulation) | ({} if room is None else {"card": room._asdict()})))
+    else:
+        print("\n".join(as_text(simulation, room)))
     return code
+
+
+def cards_of(config: Config, world: int, gpu: str | None, nodes: int | None) -> ClusterSpec | None:
+    """Return the cards that a simulation is of: of --gpu, else of the file's section `plan`; None where nobody says."""
+    planned = config.plan
+    file = None if gpu else planned.cluster
+    name = gpu or planned.gpu or (base_of(read_file(file)) if file else None)
+    if name is None:
+        return None
+    return cluster(name, world, nodes or (planned.nodes if world == planned.gpus else None), file)
+
+
+class Room(NamedTuple):
+    """Bytes of a card, and those that a device monitor would show of the fullest rank on it.
+
+    alive     in the simulation; all others are beside these
+    reserved  by the allocator; context: of CUDA and libraries; communicators: of NCCL
+    """
+
+    gpu: str
+    memory: float
+    alive: int
+    reserved: float
+    context: float
+    communicators: float
+
+    @classmethod
+    def of(cls, simulation: Simulation, config: Config, cards: ClusterSpec) -> Room:
+        """Compare the fullest of the simulated ranks with its card."""
+        alive = max(rank.peak.nbytes for rank in simulation.ranks)
+        usual = COMMUNICATOR if cards.communicator is None else cards.communicator
+        on_device = cards.gpu.name != CPU
+        held = communicators(plan_of(config, cards.gpus), cards.on_host, usual) if on_device else 0.0
+        context = CONTEXT if on_device else 0.0
+        return cls(cards.gpu.name, cards.gpu.memory, alive, (RESERVED - 1) * alive, context, held)
+
+    @property
+    def shown(self) -> float:
+        """Return the bytes that a device monitor would show."""
+        return self.alive + self.reserved + self.context + self.communicators
+
+    def __str__(self) -> str:
+        left = self.memory - self.shown
+        verdict = f"{binary(left)} left" if left >= 0 else f"{binary(-left)} too much"
+        return (
+            f"On {self.gpu}: {binary(self.shown)} of {binary(self.memory)}, {verdict}: {binary(self.alive)} alive, "
+            f"{binary(self.reserved)} that the allocator holds beside, {binary(self.context)} of the context, "
+            f"{binary(self.communicators)} of communicators"
+        )
 
 
 def show_done(line: ProgressLine, said: list[int], world: int, done: Sequence[RankResult], many: int) -> None:
@@ -97,8 +165,8 @@ def write(option: str, file: str, text: str) -> None:
         raise ConfigError(f"{option} {file}: cannot be written ({error.strerror}).") from error
 
 
-def as_text(simulation: Simulation) -> Iterator[str]:
-    """Yield tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
+def as_text(simulation: Simulation, room: Room | None = None) -> Iterator[str]:
+    """Yield tables: ranks, states, the peaks, traffic, FLOPs, the pipeline. room: of the card."""
     from zero3d.tools.sim.gantt import gantt
 
     yield (
@@ -117,6 +185,8 @@ def as_text(simulation: Simulation) -> Iterator[str]:
         yield from columns([*_away(simulation)], "<<>>>>>")
     for rank in simulation.ranks:
         yield from ("", *_peak(rank))
+    if room is not None:
+        yield f"   {room}"
     yield from ("", "3. What a rank sends in a step, and receives")
     yield from columns([*_traffic(simulation)], "<<<>>>")
     yield from ("", "4. Multiplications and additions in matrix products and attention, per rank and step")

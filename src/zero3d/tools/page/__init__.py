@@ -1,6 +1,6 @@
 """Reports: what `zero3d plan` says, and pages as one HTML file each, without a network or a script.
 
-plan_text   what `zero3d plan` says
+plan_text   what `zero3d plan` says; explain_text: of one plan; plan_json: as numbers
 markup      text that is safe in a page; tags
 frame       the page: style, light and dark, for a desk and a phone; sections, tables, legends
 paint       how each class of a drawing is painted: by attributes, and by the style of a page

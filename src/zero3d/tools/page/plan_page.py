@@ -16,19 +16,21 @@ from zero3d.tools.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.tools.page.markup import tag
 from zero3d.tools.page.paint import classes_of, series_needed
 from zero3d.tools.page.plan_text import (
+    LACKING,
     LINKS_HEAD,
     LINKS_TITLE,
+    RECOMMENDED,
     WAY_HEAD,
     Answer,
     around,
     compared_ways,
     costs,
-    distinct,
     gib,
     heading,
     headline,
     held_apart,
     knob_rows,
+    lacking,
     ladder_title,
     links_rows,
     mesh,
@@ -37,7 +39,10 @@ from zero3d.tools.page.plan_text import (
     places_lines,
     settings,
     short,
+    shown,
+    stage_of,
     way_rows,
+    why_this,
 )
 from zero3d.tools.page.svg import shade
 from zero3d.tools.plan.bill import Bill
@@ -52,16 +57,20 @@ BEYOND = "allocator and contexts"  # what a device holds beyond what is allocate
 
 def plan_page(answer: Answer, top: int) -> str:
     """Write the page, with `top` plans in its table."""
-    shown = distinct(answer.result.rows)[:top]
-    memory, step = _memory_bars(shown[:BARS]), _step_bars(shown[:BARS])
-    classes, limit = classes_of(_series(memory), _series(step)), answer.target.limit / GIB
+    fit, narrow = shown(answer, top)
+    rows = [*fit, *narrow]
+    memory, step = _memory_bars(rows[:BARS]), _step_bars(rows[:BARS])
+    classes, limit = classes_of(_series(memory), _series(step)), answer.limit / GIB
     return frame.page(
         f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
         tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
-        *(frame.paragraph(line, "dim") for line in heading(answer.model, answer.cluster, answer.target.sequences)),
+        *(
+            frame.paragraph(line, "dim")
+            for line in heading(answer.model, answer.cluster, answer.target.sequences, answer.batch)
+        ),
         *(frame.paragraph(line.strip()) for line in headline(answer)),
         frame.tiles(_figures(answer)),
-        _ranked(answer, shown),
+        _ranked(answer, rows),
         *_ways(answer),
         _pareto(answer),
         frame.pair(
@@ -78,12 +87,13 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
     best, cluster = answer.best, answer.cluster
     memory, seconds, world = best.estimate.memory, best.estimate.seconds, best.plan.world
     rate = best.estimate.flops / seconds.mid / world
-    more = f"ZeRO stage {best.plan.zero.stage}, micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
-    yield "Best plan", mesh(best.plan), more.removesuffix(", -")
+    stage = "" if stage_of(best.plan) == "-" else f"ZeRO stage {stage_of(best.plan)}, "
+    more = f"{stage}micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
+    yield "Recommended plan", mesh(best.plan), more.removesuffix(", -")
     yield "Step", f"{_digits(seconds.mid)} s", f"{_between(seconds)} s"
     card, room = binary(cluster.gpu.memory), binary(answer.room)
     allowed = f"GiB, of {card}" if card == room else f"GiB, of {room} that may be used of {card}"
-    yield "Memory of a GPU", around(memory.device, answer.margin), allowed
+    yield "Memory of a GPU", around(memory.device, answer.margin.share), allowed
     yield "Memory of a host", f"{memory.host / GB:,.0f} GB", f"of {cluster.host_memory / GB:,.0f} GB"
     useful = f"{rate / 1e12:.0f} TFLOP/s, MFU {100 * mfu(best, cluster):.0f} %"
     yield "Tokens per second and GPU", f"{best.estimate.tokens / seconds.mid / world:,.0f}", useful
@@ -100,12 +110,15 @@ def _between(seconds: Seconds) -> str:
     return f"{_digits(seconds.low)} to {_digits(seconds.high)}"
 
 
-def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
+def _ranked(answer: Answer, rows: Sequence[tuple[int, Row]]) -> Markup:
     title = f"Plans that fit {binary(answer.room)} of a GPU with the margin, {answer.target.goal} first"
-    apart = held_apart(rows)
+    apart = held_apart([row for _, row in rows])
     more = [f"{name.capitalize()} GB" for name in apart]
     head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GiB", "Host GB", *more)
-    remark = "The best plan of each mesh, ZeRO stage, schedule and place of states."
+    remark = (
+        f"The best plan of each mesh, ZeRO stage, schedule and place of states. {RECOMMENDED} recommended: "
+        f"{why_this(answer.choice, answer.target.goal)}. {LACKING} has less room beyond it than the margin."
+    )
     return frame.card(
         title,
         frame.paragraph(remark, "dim"),
@@ -119,23 +132,23 @@ def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
     )
 
 
-def _cells(rows: Sequence[Row], answer: Answer) -> Iterator[tuple[object, ...]]:
-    apart = held_apart(rows)
-    for place, row in enumerate(rows, 1):
+def _cells(rows: Sequence[tuple[int, Row]], answer: Answer) -> Iterator[tuple[object, ...]]:
+    apart, best = held_apart([row for _, row in rows]), answer.best
+    for place, row in rows:
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         yield (
-            place,
+            f"{RECOMMENDED if row is best else LACKING if row.lacks else ''}{place}",
             mesh(plan),
-            plan.zero.stage,
+            stage_of(plan),
             f"{plan.micro_batch} x {plan.accumulate}",
             settings(plan),
-            around(memory.device, answer.margin),
+            around(memory.device, answer.target.margin_for(answer.model, plan).share),
             f"{memory.host / GB:,.0f}",
             *(f"{memory.tiers[name] / GB:,.0f}" for name in apart),
             f"{_digits(seconds.mid)} ({_between(seconds)})",
             f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}",
             f"{100 * mfu(row, answer.cluster):.0f} %",
-            row.reason,
+            ", ".join([*lacking(row), row.reason]),
         )
 
 
@@ -144,7 +157,7 @@ def _ways(answer: Answer) -> Iterator[Markup]:
     for title, found in compared_ways(answer):
         yield frame.card(title, frame.table(title, ("", *map(_title, WAY_HEAD)), way_rows(found), "<<<>><"))
     if answer.links:
-        rows = links_rows(answer.links, answer.cluster, answer.target.limit)
+        rows = links_rows(answer.links, answer.cluster, answer.limit)
         head = list(map(_title, LINKS_HEAD))
         yield frame.card(LINKS_TITLE, frame.table(LINKS_TITLE, head, rows, "<<>>><"))
 
@@ -171,7 +184,7 @@ def _pareto(answer: Answer) -> Markup:
         groups.setdefault(f"ZeRO stage {row.plan.zero.stage}", []).append(_place(row.estimate))
     best = front(answer.result.rows)
     dots = [Dot(*_place(row.estimate), f"{_figures_of(row)} with {short(row.plan)}") for row in best]
-    across = Axis("memory of a GPU (GiB)", answer.target.limit / GIB)
+    across = Axis("memory of a GPU (GiB)", answer.limit / GIB)
     chart = scatter("pareto", "Memory against time of all plans that fit", groups, dots, across, Axis("step (s)"))
     head = ("GPU GiB", "Step s", "Plan")
     rows = [(gib(row.estimate.memory.device), _digits(row.estimate.seconds.mid), short(row.plan)) for row in best]
@@ -196,17 +209,12 @@ def _figures_of(row: Row) -> str:
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _memory_bars(rows: Sequence[Row]) -> list[Bar]:
-    return [
-        Bar(_name(i, row), _held(row.estimate), f"{gib(row.estimate.memory.device)} GiB") for i, row in _numbered(rows)
-    ]
+def _memory_bars(rows: Sequence[tuple[int, Row]]) -> list[Bar]:
+    return [Bar(_name(i, row), _held(row.estimate), f"{gib(row.estimate.memory.device)} GiB") for i, row in rows]
 
 
-def _step_bars(rows: Sequence[Row]) -> list[Bar]:
-    return [
-        Bar(_name(i, row), row.estimate.seconds.parts, f"{_digits(row.estimate.seconds.mid)} s")
-        for i, row in _numbered(rows)
-    ]
+def _step_bars(rows: Sequence[tuple[int, Row]]) -> list[Bar]:
+    return [Bar(_name(i, row), row.estimate.seconds.parts, f"{_digits(row.estimate.seconds.mid)} s") for i, row in rows]
 
 
 def _stacked(
@@ -225,13 +233,10 @@ def _held(estimate: Estimate) -> Mapping[str, float]:
     return {name: value / GIB for name, value in {**inside, **beyond}.items()}
 
 
-def _numbered(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
-    return enumerate(rows, 1)
-
-
 def _name(place: int, row: Row) -> str:
     plan = row.plan
-    return f"{place}:  {mesh(plan)}, stage {plan.zero.stage}" + (f", {plan.schedule}" if plan.pp > 1 else "")
+    stage = "" if stage_of(plan) == "-" else f", stage {stage_of(plan)}"
+    return f"{place}:  {mesh(plan)}{stage}" + (f", {plan.schedule}" if plan.pp > 1 else "")
 
 
 def _series(rows: Sequence[Bar]) -> list[str]:
@@ -268,7 +273,7 @@ def _ladder(answer: Answer) -> Markup:
 
 
 def _what_if(answer: Answer) -> Markup:
-    rows = knob_rows(answer.knobs, answer.best, answer.target.limit, answer.cluster)
+    rows = knob_rows(answer.knobs, answer.best, answer.limit, answer.cluster)
     title = "What if one setting of the best plan changed"
     remark = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
     head = ("Setting", "Memory", "Step", "What moves the peak", "")

@@ -1,10 +1,11 @@
-"""The answer of `zero3d plan` as tables for people (`as_text`) and as plain numbers (`as_json`)."""
+"""The answer of `zero3d plan` as tables for people; plan_json.py has it as plain numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from textwrap import wrap
+from typing import NamedTuple
 
 from zero3d.data.files import FILL_ME
 from zero3d.distributed.degrees import AXES, FOLDS
@@ -14,12 +15,13 @@ from zero3d.spec.text import GIB, binary, columns, count, size
 from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 from zero3d.tools.plan.bill import Bill
+from zero3d.tools.plan.choice import EQUAL, Choice, choose
 from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.tools.plan.inputs import without_effect
 from zero3d.tools.plan.ladder import Rung, differs
+from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.links import Way, as_words, fastest
-from zero3d.tools.plan.margin import MARGIN, ORIGIN, Ends, Range
-from zero3d.tools.plan.rollout import Rollout, Split
+from zero3d.tools.plan.margin import Ends, Margin, Range
 from zero3d.tools.plan.search import (
     DEVICE_MEMORY,
     LONG,
@@ -35,7 +37,11 @@ from zero3d.tools.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSp
 from zero3d.tools.plan.what_if import Moved, WhatIf
 
 KNOBS = 5  # what-if lines
-LINKS_HEAD = ("way", "settings", "GPU GiB", "step s", "of it dp", "unrounded")
+NARROW = 3  # plans shown that lack margin, where others have it
+WIDTH = 120  # columns
+TUNED = ("lora", "qlora")  # kinds of runs of which people ask what a card shows, not what is live
+RECOMMENDED, LACKING = "*", "~"  # marks plans that fit without their margin
+LINKS_HEAD = ("way", "settings", "GPU GiB", "step s", "of it dp s", "unrounded")
 LINKS_TITLE = "Ways to send data-parallel traffic between nodes, each with the best plan that has any"
 WAY_HEAD = ("mesh", "ZeRO", "GPU GiB", "step s", "why")
 
@@ -45,8 +51,9 @@ class Answer(NamedTuple):
 
     tokens  of the whole training; price: of a GPU-hour
     links   ways to train over links between nodes, where a file says what these are
-    margin  of planned memory, either way; the limit of the target has it left out
-    ends    what would no longer fit beside the first plan, where that was looked for
+    ends    what would no longer fit beside the recommended plan, where that was looked for
+    batch   who says how large a step is, and what to type for another
+    lengths of the file's own sequences; None where they decide nothing, or `unknown` says why nobody knows
     """
 
     model: ModelSpec
@@ -58,66 +65,118 @@ class Answer(NamedTuple):
     tokens: float | None = None
     price: float | None = None
     links: Sequence[Way] = ()
-    margin: float = MARGIN
     ends: Ends | None = None
+    batch: str = ""
+    lengths: Lengths | None = None
+    unknown: str = ""
+
+    @property
+    def choice(self) -> Choice:
+        """Return which plan is recommended."""
+        return choose(self.result.rows, self.target.goal)
 
     @property
     def best(self) -> Row:
-        """Return the first plan."""
-        return self.result.rows[0]
+        """Return the recommended plan."""
+        return self.choice.row
 
     @property
     def room(self) -> float:
         """Return the bytes of a GPU in which a plan must fit with its margin."""
-        return self.target.limit * (1 + self.margin)
+        return self.target.room
 
+    @property
+    def margin(self) -> Margin:
+        """Return the margin of the first plan's memory, either way."""
+        return self.target.margin_for(self.model, self.best.plan)
 
-# --- text ---------------------------------------------------------------------------------------
+    @property
+    def limit(self) -> float:
+        """Return the bytes of a GPU that may be planned for plans like the first."""
+        return self.target.usable(self.model, self.best.plan)
 
 
 def as_text(answer: Answer, top: int) -> str:
-    """Write everything, the ranked table first."""
-    shown = distinct(answer.result.rows)[:top]
-    lines = [*heading(answer.model, answer.cluster, answer.target.sequences), "", *headline(answer), ""]
-    lines += _ranked(shown, answer)
+    """Write everything, the ranked table first, in lines of at most WIDTH columns."""
+    lines = [*heading(answer.model, answer.cluster, answer.target.sequences, answer.batch), "", *headline(answer), ""]
+    lines += _ranked(answer, top)
     for title, found in compared_ways(answer):
         lines += ["", f"{title}:", *columns([("", *WAY_HEAD), *way_rows(found)], "<<<>><")]
-    lines += ["", *links_lines(answer.links, answer.cluster, answer.target.limit)] if answer.links else []
+    lines += ["", *links_lines(answer.links, answer.cluster, answer.limit)] if answer.links else []
     lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
-    return "\n".join(lines)
+    return "\n".join(folded(lines))
 
 
-def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[str]:
-    """Yield lines: what is trained, where, in which portions."""
+def folded(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines of at most WIDTH columns: what is longer goes on below, further in."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 3)
+        yield from wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int, batch: str = "") -> Iterator[str]:
+    """Yield lines: what is trained, where, in which portions. batch: who says how large a step is."""
     trainable = "" if model.trainable == model.params else f" ({count(model.trainable)} of them trainable)"
     yield (
         f"{model.name}: {count(model.weights)} parameters{trainable}, {len(model.blocks)} blocks of {model.hidden:,}, "
         f"sequences of {model.length:,} tokens ({model.provenance})"
     )
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node}"
+    machines = f" in {cluster.hosts} machines" if cluster.hosts > cluster.nodes else ""
+    each = f" ({cluster.inside.to(1) / 1e9:g} to each other GPU)" if cluster.inside.partners else ""
     yield (
-        f"{cluster.gpus} x {cluster.gpu.name} with {binary(cluster.gpu.memory)} ({nodes}; "
-        f"{cluster.inside.bandwidth / 1e9:g} GB/s inside, {cluster.across.bandwidth / 1e9:g} GB/s across per GPU)"
+        f"{cluster.gpus} x {cluster.gpu.name} with {binary(cluster.gpu.memory)} ({nodes}{machines}; "
+        f"{cluster.inside.bandwidth / 1e9:g} GB/s inside{each}, {cluster.across.bandwidth / 1e9:g} GB/s across per GPU)"
     )
-    yield f"{sequences:,} sequences = {sequences * model.length:,} tokens a step"
+    yield f"{sequences:,} sequences = {sequences * model.length:,} tokens a step{f': {batch}' if batch else ''}"
 
 
 def headline(answer: Answer) -> Iterator[str]:
-    """Yield lines: the first plan, its memory and its step with their ranges, and what would end it."""
+    """Yield lines: the recommended plan, why this one, its memory and step with their ranges, what would end it."""
     row, cluster = answer.best, answer.cluster
-    memory = Range.of(row.estimate.memory.device, answer.margin)
-    yield f"{answer.target.goal.capitalize()}: {short(row.plan)}"
-    yield (
-        f"   {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, "
-        f"{binary(answer.room - memory.high)} left{would_end(answer.ends)}"
-    )
-    yield f"   {_seconds(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
-    yield f"   margin {100 * answer.margin:.3g} %: {origin(answer.margin)}"
+    memory = Range.of(row.estimate.memory.device, answer.margin.share)
+    yield f"Recommended: {short(row.plan)}"
+    yield f"   {why_this(answer.choice, answer.target.goal)}"
+    left = answer.room - memory.high
+    rest = f"{binary(left)} left{would_end(answer.ends)}" if left >= 0 else f"{binary(-left)} of the margin lacking"
+    yield f"   needs {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, {rest}"
+    if answer.margin.kind in TUNED:
+        yield f"   that is what the card reserves: {binary(row.estimate.memory.allocated)} of it are live tensors"
+    yield f"   {seconds_text(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
+    yield f"   margin {100 * answer.margin.share:.3g} %: {answer.margin.origin}"
+    yield from (f"   {line}" for line in without_bf16(row.plan, cluster))
+    yield from (f"   {line}" for line in lengths_lines(answer.lengths, answer.unknown, row.plan))
 
 
-def origin(margin: float) -> str:
-    """Say where a margin is from."""
-    return f"{ORIGIN} (--margin)" if margin == MARGIN else "as --margin says"
+def lengths_lines(lengths: Lengths | None, unknown: str, plan: ParallelPlan) -> Iterator[str]:
+    """Yield a line on how long the sequences of a run's data are."""
+    if lengths is not None:
+        yield lengths.told(plan.micro_batch)
+    elif unknown:
+        yield f"all sequences are priced as of the full length: {unknown}"
+
+
+def why_this(choice: Choice, goal: str) -> str:
+    """Say by what a plan is recommended."""
+    near = f"within {100 * EQUAL:g} % of "
+    apart = "which predictions do not tell apart"
+    if choice.equal == 1:
+        return f"the {goal}: no other such plan is {near}it"
+    if choice.row is choice.fastest:
+        return f"the {goal}, and the simplest of {choice.equal:,} plans {near}it, {apart}"
+    seconds = figure(choice.fastest.estimate.seconds.mid)
+    return f"the simplest of {choice.equal:,} plans {near}the {goal} ({seconds} s a step), {apart}"
+
+
+def without_bf16(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[str]:
+    """Yield a line where a card does not multiply in bf16: what a plan has instead, or what it should."""
+    if cluster.gpu.bf16:
+        return
+    card = f"{cluster.gpu.name} does not multiply in bf16"
+    if plan.precision == "bf16":
+        yield f"{card}: these are the rates of precision=fp16, and bf16 is slower"
+    elif plan.precision == "fp16":
+        yield f"{card}: planned in fp16, whose loss is scaled (precision: fp16)"
 
 
 def would_end(ends: Ends | None) -> str:
@@ -146,11 +205,19 @@ def mfu(row: Row, cluster: ClusterSpec) -> float:
 
 
 def mesh(plan: ParallelPlan) -> str:
-    """Name the degrees: pp 8 x dp 2 x tp 8."""
-    text = " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES)
+    """Name the degrees: pp 8 x dp 2 x tp 8 (shard 8)."""
+    return f"{axes(plan)} ({', '.join(_folds(plan))})" if _folds(plan) else axes(plan)
+
+
+def axes(plan: ParallelPlan) -> str:
+    """Name the degrees of the mesh itself."""
+    return " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES)
+
+
+def _folds(plan: ParallelPlan) -> list[str]:
+    """Name the degrees of axes that lie in dp, where they are not as usual."""
     degrees = {fold: getattr(plan, fold.name) for fold in FOLDS}
-    folds = [f"{fold.name} {degree}" for fold, degree in degrees.items() if degree != (fold.usual or plan.dp)]
-    return f"{text} ({', '.join(folds)})" if folds else text
+    return [f"{fold.name} {degree}" for fold, degree in degrees.items() if degree != (fold.usual or plan.dp)]
 
 
 def settings(plan: ParallelPlan) -> str:
@@ -175,8 +242,16 @@ def _said(section: Zero | Mesh | Offload, plan: ParallelPlan) -> Iterator[str]:
 
 def short(plan: ParallelPlan) -> str:
     """Describe a plan in a sentence."""
-    text = f"{mesh(plan)}, stage {plan.zero.stage}, micro-batch {plan.micro_batch}, {settings(plan)}"
+    stage = "" if stage_of(plan) == "-" else f"stage {stage_of(plan)}, "
+    text = f"{mesh(plan)}, {stage}micro-batch {plan.micro_batch}, {settings(plan)}"
     return text.removesuffix(", -")
+
+
+def stage_of(plan: ParallelPlan) -> str:
+    """Name a plan's ZeRO stage: over one rank all are alike, but for what may leave the device."""
+    if plan.shard > 1:
+        return str(plan.zero.stage)
+    return f"{plan.zero.stage} (to offload)" if plan.zero.stage and plan.offload.states else "-"
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
@@ -186,41 +261,73 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
         plan, away = row.plan, row.plan.offload
         degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp, plan.shard
         places = away.optimizer, away.params, away.gradients
-        kept.setdefault((*degrees, plan.zero.stage, plan.schedule, *places), row)
+        kept.setdefault((*degrees, stage_of(plan), plan.schedule, *places), row)
     return list(kept.values())
 
 
-def _ranked(rows: Sequence[Row], answer: Answer) -> Iterator[str]:
-    target = answer.target
-    yield f"Plans that fit {binary(answer.room)} of a GPU with the margin, {target.goal} first:"
-    apart = held_apart(rows)
-    head = ("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GiB", "host GB", *(f"{name} GB" for name in apart))
-    table = [(*head, "step s", "tokens/s/GPU", "MFU", "why")]
-    for place, row in enumerate(rows, 1):
+def shown(answer: Answer, top: int) -> tuple[list[tuple[int, Row]], list[tuple[int, Row]]]:
+    """Return rows of tables with their places: those that fit, the recommended among them, and some without margin."""
+    rows, best = answer.result.rows, answer.best
+    parts = [row for row in rows if not row.lacks], [row for row in rows if row.lacks]
+    fit, narrow = (list(enumerate(distinct(part), 1)) for part in parts)
+    named = [(place, row) for place, row in fit[top:] if row is best]
+    return fit[:top] + named, narrow[: NARROW if fit else top]
+
+
+def _ranked(answer: Answer, top: int) -> Iterator[str]:
+    """Yield tables of plans, two lines each: figures, and below them settings and why."""
+    target, best = answer.target, answer.best
+    fit, narrow = shown(answer, top)
+    if fit:
+        yield f"Plans that fit {binary(answer.room)} of a GPU with the margin, {target.goal} first:"
+        yield from _table(fit, answer)
+    if narrow:
+        yield from [""] if fit else []
+        yield f"Plans that fit {binary(answer.room)} of a GPU, with less beyond them than the margin ({LACKING}):"
+        yield from _table(narrow, answer)
+    if best.plan.offload.states and target.offload == "auto":
+        yield "   No plan fits with all states on the GPU: in these plans states leave it."
+    elif best.plan.offload.activations_leave:
+        yield "   No plan fits with the inputs of recomputed blocks on the GPU: in these plans they wait on the host."
+    yield from (f"   {line}" for line in places_lines(best.estimate.memory))
+
+
+def _table(rows: Sequence[tuple[int, Row]], answer: Answer) -> Iterator[str]:
+    best, apart = answer.best, held_apart([row for _, row in rows])
+    head = ("", "mesh", "ZeRO", "micro x accum", "GPU GiB", "host GB", *(f"{name} GB" for name in apart))
+    table = [(*head, "step s", "tokens/s/GPU", "MFU")]
+    for place, row in rows:
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         rate = row.estimate.tokens / seconds.mid / plan.world
+        mark = RECOMMENDED if row is best else LACKING if row.lacks else ""
         table.append(
             (
-                str(place),
-                mesh(plan),
-                str(plan.zero.stage),
+                f"{mark}{place}",
+                axes(plan),
+                stage_of(plan),
                 f"{plan.micro_batch} x {plan.accumulate}",
-                settings(plan),
-                around(memory.device, answer.margin),
+                around(memory.device, answer.target.margin_for(answer.model, plan).share),
                 f"{memory.host / 1e9:.0f}",
                 *(f"{memory.tiers[name] / 1e9:.0f}" for name in apart),
-                _seconds(seconds),
+                figure(seconds.mid),
                 f"{rate:,.0f}",
                 f"{100 * mfu(row, answer.cluster):.0f} %",
-                row.reason,
             )
         )
-    yield from columns(table, "><<<<>>" + ">" * len(apart) + ">>><")
-    if rows and rows[0].plan.offload.states and target.offload == "auto":
-        yield "   No plan fits with all states on the GPU: in these plans states leave it."
-    elif rows and rows[0].plan.offload.activations_leave:
-        yield "   No plan fits with the inputs of recomputed blocks on the GPU: in these plans they wait on the host."
-    yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
+    first, *lines = columns(table, "><<<>>" + ">" * len(apart) + ">>>")
+    yield first
+    indent = " " * (3 + max(len(cells[0]) for cells in table) + 2)
+    for line, (_, row) in zip(lines, rows, strict=True):
+        yield line
+        words = [*_folds(row.plan), *([] if settings(row.plan) == "-" else [settings(row.plan)])]
+        yield f"{indent}{'; '.join(filter(None, [', '.join(words), *lacking(row), row.reason]))}"
+    if any(row is best for _, row in rows):
+        yield f"   {RECOMMENDED} recommended"
+
+
+def lacking(row: Row) -> list[str]:
+    """Say in a cell how many bytes of the margin a plan lacks; nothing where it has the whole margin."""
+    return [f"lacks {binary(row.lacks)} of the margin"] if row.lacks else []
 
 
 def compared_ways(answer: Answer) -> Iterator[tuple[str, Sequence[tuple[str, Row | None]]]]:
@@ -241,7 +348,7 @@ def way_rows(found: Sequence[tuple[str, Row | None]]) -> list[tuple[str, ...]]:
 
 def _way(row: Row) -> tuple[str, ...]:
     memory, seconds = row.estimate.memory, row.estimate.seconds
-    return mesh(row.plan), str(row.plan.zero.stage), gib(memory.device), figure(seconds.mid), row.reason
+    return mesh(row.plan), stage_of(row.plan), gib(memory.device), figure(seconds.mid), row.reason
 
 
 def links_lines(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> Iterator[str]:
@@ -277,7 +384,7 @@ def places_lines(memory: Memory) -> Iterator[str]:
         yield f"states of a rank on the {place}: {cells} = {size(int(sum(parts.values())), keep_zero=True)}"
 
 
-def _seconds(seconds: Seconds) -> str:
+def seconds_text(seconds: Seconds) -> str:
     return f"{figure(seconds.mid)} ({figure(seconds.low)}-{figure(seconds.high)})"
 
 
@@ -288,7 +395,9 @@ def figure(value: float) -> str:
 
 def _rejected(result: SearchResult) -> Iterator[str]:
     others = " Why the others do not:" if result.rejected else ""
-    yield f"{result.tried:,} plans, of which {len(result.rows):,} fit.{others}"
+    few = sum(row.lacks > 0 for row in result.rows)
+    without = f" ({few:,} of them {LACKING}, with less than the margin)" if few else ""
+    yield f"{result.tried:,} plans, of which {len(result.rows):,} fit{without}.{others}"
     for rejection in result.rejected:
         near = f"; the nearest needs {missed(rejection)} more: {short(rejection.nearest)}" if rejection.nearest else ""
         yield f"   {rejection.plans:,}: {rejection.reason}{near}" + (f", {rejection.sum}" if rejection.sum else "")
@@ -303,8 +412,8 @@ def missed(rejection: Rejection) -> str:
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     what = "memory of the fullest GPU, time of a step, what moves the peak"
-    yield f"What if one setting of the first plan changed ({what}):"
-    rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster)
+    yield f"What if one setting of the recommended plan changed ({what}):"
+    rows = knob_rows(answer.knobs[:KNOBS], best, answer.limit, answer.cluster)
     yield from columns(rows, "<>><<") if rows else ["   nothing to change"]
 
 
@@ -342,14 +451,26 @@ def ladder_title(answer: Answer) -> str:
     return f"The ladder of ZeRO stages and offload, with N = {n} data-parallel ranks and full recomputation"
 
 
+def rungs(answer: Answer) -> Iterator[tuple[str, Rung]]:
+    """Yield the rungs of the ladder with their names: over one rank stages are alike, but for what may leave it."""
+    alone, told = answer.ladder[0].plan.dp == 1, False
+    for rung in answer.ladder:
+        away = bool(rung.plan.offload.states)
+        if not alone:
+            yield rung.name, rung
+        elif away or not told:
+            told = told or not away
+            yield (f"{rung.plan.zero.stage} (to offload)" if away else "any stage"), rung
+
+
 def _ladder(answer: Answer) -> Iterator[str]:
     yield f"{ladder_title(answer)}:"
     rows = [("stage", "states GiB", "GPU GiB", "host GB", "step s", "")]
-    for rung in answer.ladder:
+    for name, rung in rungs(answer):
         memory = rung.estimate.memory
         rows.append(
             (
-                rung.name,
+                name,
                 gib(memory.states),
                 gib(memory.device),
                 f"{memory.host / 1e9:.0f}",
@@ -358,8 +479,9 @@ def _ladder(answer: Answer) -> Iterator[str]:
             )
         )
     yield from columns(rows, "<>>>><")
-    differing = differs(answer.ladder)
-    yield f"   {differing or 'the rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds for this N'}."
+    if answer.ladder[0].plan.dp > 1:
+        differing = differs(answer.ladder)
+        yield f"   {differing or 'the rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds for this N'}."
 
 
 def costs(answer: Answer) -> Iterator[str]:
@@ -418,18 +540,18 @@ def _duration(seconds: float) -> str:
 def head(answer: Answer, asks: bool) -> str:
     """Write the comment at the top of an emitted file. asks: its data are to be filled in."""
     plan, estimate = answer.best.plan, answer.best.estimate
-    nodes = f" --nodes {answer.cluster.nodes}" if answer.cluster.nodes > 1 else ""
+    nodes = f" --nodes {answer.cluster.hosts}" if answer.cluster.hosts > 1 else ""
     return (
         f"# {short(plan)}\n"
-        f"# planned: {around(estimate.memory.device, answer.margin)} GiB of each GPU, {_seconds(estimate.seconds)} s a "
-        f"step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
-        f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.per_node}\n"
-        "# output is a folder that all machines share; "
+        f"# planned: {around(estimate.memory.device, answer.margin.share)} GiB of each GPU, "
+        f"{seconds_text(estimate.seconds)} s a step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
+        f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.on_host}\n"
+        "# output is a folder that all machines share\n"
         + (
-            f"{FILL_ME} stands for your data, and for the folder of the model's tokenizer (leave it out for token ids "
-            "in .npy files)\n"
+            f"# {FILL_ME} stands for your data, and for the folder of the model's tokenizer (leave that out for token "
+            "ids in .npy files)\n"
             if asks
-            else "data.train is the text of Python's standard library until you say data.train: FILES\n"
+            else "# data.train is the text of Python's standard library until you say data.train: FILES\n"
         )
     )
 
@@ -443,7 +565,7 @@ def nothing_fits(
     """Write one line: the nearest plan, and what would make it fit."""
     outcome = (
         f"{model.name} ({count(model.weights)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
-        f"{cluster.gpu.name} within {binary(target.limit)}: {result.tried:,} plans tried"
+        f"{cluster.gpu.name} within {binary(target.room)}: {result.tried:,} plans tried"
     )
     nearest = min((r for r in result.rejected if r.nearest), key=lambda rejection: rejection.excess, default=None)
     if nearest is None:
@@ -479,202 +601,3 @@ def _named(rejected: Rejection) -> str:
 
 def _reasons(rejected: Sequence[Rejection]) -> str:
     return ", ".join(f"{rejection.plans:,}: {rejection.reason}" for rejection in rejected)
-
-
-# --- one plan -----------------------------------------------------------------------------------
-
-
-def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> Iterator[str]:
-    """Yield lines of a breakdown with shares, the largest first; what is below 0.05 % is left out."""
-    rows = [
-        (name, f"{figure(value / scale)} {unit}", f"{100 * value / total:.1f} %")
-        for name, value in sorted(parts.items(), key=lambda item: -abs(item[1]))
-        if abs(value) > 5e-4 * total
-    ]
-    yield from columns(rows, "<>>")
-
-
-def memory_lines(memory: Memory) -> Iterator[str]:
-    """Yield lines: the four meanings of memory, and what is there at the peak."""
-    yield f"Memory of the fullest GPU: {memory.device / GIB:.2f} GiB as a device monitor shows it"
-    yield from columns(
-        [
-            ("model states", f"{memory.states / GIB:.2f} GiB"),
-            ("most allocated", f"{memory.allocated / GIB:.2f} GiB"),
-            ("reserved for it", f"{memory.reserved / GIB:.2f} GiB"),
-            ("of the fullest host", f"{memory.host / 1e9:.2f} GB"),
-            *((f"of its {name}", f"{held / 1e9:.2f} GB") for name, held in memory.tiers.items() if held),
-        ],
-        "<>",
-    )
-    for line in places_lines(memory):
-        yield f"{line[0].upper()}{line[1:]}"
-    yield f"At the peak, {memory.instant}:"
-    yield from terms(memory.parts, memory.allocated, GIB, "GiB")
-
-
-HELD = {  # what is alive at an instant, by what it is for
-    "weights, optimizer": ("parameters", "optimizer", "ring"),
-    "gradients": ("gradients",),
-    "activations": ("activations", "temporary", "passed", "batch"),
-    "buffers": ("gathered", "bucket", "wire"),
-    "padding": ("padding",),
-}
-
-
-def shown_instants(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield instants; of the blocks between the first and the last whose backward it is, only one that is the peak."""
-    of_blocks = [
-        at for at, (name, _) in enumerate(instants) if name.startswith("backward of") and "the embedding" not in name
-    ]
-    peak = max(range(len(instants)), key=lambda at: sum(instants[at][1].values()))
-    yield from (each for at, each in enumerate(instants) if at == peak or at not in of_blocks[1:-1])
-
-
-def instant_lines(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
-    """Yield a table of what is alive at each instant of a step."""
-    yield "Alive at each instant of a step, in GiB:"
-    rows = [
-        (name, *(figure(sum(parts.get(each, 0.0) for each in of) / GIB) for of in (parts, *HELD.values())))
-        for name, parts in shown_instants(instants)
-    ]
-    yield from columns([("", "all", *HELD), *rows], "<" + ">" * (1 + len(HELD)))
-
-
-def time_lines(row: Row, cluster: ClusterSpec) -> Iterator[str]:
-    """Yield lines: a step's seconds, what they go into, and what a rank sends."""
-    estimate, world = row.estimate, row.plan.world
-    seconds = estimate.seconds
-    rate = estimate.tokens / seconds.mid
-    yield (
-        f"A step of {estimate.tokens:,} tokens: {_seconds(seconds)} s, {rate:,.0f} tokens/s "
-        f"({rate / world:,.0f} per GPU), {estimate.flops / seconds.mid / world / 1e12:.1f} useful TFLOP/s per GPU, "
-        f"MFU {100 * mfu(row, cluster):.0f} %"
-    )
-    yield from terms(seconds.parts, seconds.mid, 1.0, "s")
-    yield "Sent by the busiest rank in a step:"
-    yield from columns(
-        [(name, size(int(value))) for name, value in estimate.traffic.items()] or [("nothing", "")], "<>"
-    )
-
-
-def rollout_lines(rollout: Rollout, split: Split) -> Iterator[str]:
-    """Yield lines: what a step of reinforcement learning is split into, and a stream of weights by link."""
-    stream = split.streaming
-    slowest = max(stream.seconds.values())
-    yield ""
-    yield (
-        f"A step of reinforcement learning: {rollout.prompts:,} prompts x {rollout.samples:,} completions of "
-        f"{rollout.new:,} tokens"
-    )
-    gpus = "one GPU" if split.sampler == 1 else f"{split.sampler} GPUs"
-    yield from columns(
-        [
-            ("sampling, at least", f"{split.sampling:.3g} s", f"a copy of the model on {gpus}"),
-            ("streaming", f"{slowest:.3g} s", f"{size(int(stream.nbytes))}, over the slowest link"),
-            ("training", f"{split.training:.3g} s", f"{split.steps:,} steps"),
-        ],
-        "<><",
-    )
-    yield "A stream of all weights:"
-    yield from columns([(name, f"{seconds:.3g} s") for name, seconds in stream.seconds.items()], "<>")
-
-
-# --- json ---------------------------------------------------------------------------------------
-
-
-def as_json(answer: Answer) -> dict[str, Any]:
-    """Return the answer as plain values; bytes and seconds."""
-    good = goodput(answer.model, answer.cluster)
-    return {
-        **plan_json(answer.model, answer.cluster, answer.best, answer.target.limit, answer.margin, answer.ends),
-        "sequences": answer.target.sequences,
-        "goal": answer.target.goal,
-        "tried": answer.result.tried,
-        "plans": [row_json(row) for row in distinct(answer.result.rows)],
-        "rejected": [
-            {
-                "reason": r.reason,
-                "plans": r.plans,
-                "excess_bytes": r.excess,
-                "nearest": None if r.nearest is None else r.nearest.as_dict(),
-                "of_host": r.sum or None,
-            }
-            for r in answer.result.rejected
-        ],
-        "what_if": knobs_json(answer.knobs),
-        "experts": ways_json(ways(answer.result.rows)) if answer.model.experts else None,
-        "long_sequences": ways_json(sequence_ways(answer.result.rows)) if answer.model.length >= LONG else None,
-        "ladder": [{"rung": r.name, "fits": r.fits, **estimate_json(r.estimate)} for r in answer.ladder],
-        "gpu_hours_per_billion_tokens": Bill.of(answer.best.estimate, answer.cluster, 1e9, None).hours,
-        "cost": cost_json(answer.best.estimate, answer.cluster, answer.tokens, answer.price),
-        "checkpoint": good._asdict(),
-    } | ({"links": [_way_json(way) for way in answer.links]} if answer.links else {})
-
-
-def plan_json(
-    model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, margin: float, ends: Ends | None
-) -> dict[str, Any]:
-    """Return what was planned and where, and what is said of one plan beside its estimate. limit: for planned bytes."""
-    return {
-        "model": {
-            "name": model.name,
-            "params": model.weights,
-            "trainable": model.trainable,
-            "length": model.length,
-            "blocks": len(model.blocks),
-        },
-        "gpus": cluster.gpus,
-        "gpu": cluster.gpu.name,
-        "limit_bytes": limit,
-        "margin": margin,
-        "margin_from": origin(margin),
-        "device_range_bytes": Range.of(row.estimate.memory.device, margin)._asdict(),
-        "fits_up_to": None if ends is None else ends._asdict(),
-        "mfu": mfu(row, cluster),
-    }
-
-
-def ways_json(found: Iterable[tuple[str, Row | None]]) -> dict[str, Any]:
-    """Return the best plan of each way by its name, None where none fits."""
-    return {name: None if row is None else row_json(row) for name, row in found}
-
-
-def knobs_json(knobs: Sequence[WhatIf]) -> list[dict[str, Any]]:
-    """Return single changes as plain values."""
-    return [
-        {
-            "change": knob.change,
-            "memory_bytes": knob.memory,
-            "seconds": knob.seconds,
-            "moved": None if knob.moved is None else knob.moved._asdict(),
-        }
-        for knob in knobs
-    ]
-
-
-def cost_json(estimate: Estimate, cluster: ClusterSpec, tokens: float | None, price: float | None) -> dict[str, Any]:
-    """Return `cost_lines` as plain values."""
-    return {
-        "per_billion_tokens": Bill.of(estimate, cluster, 1e9, price)._asdict(),
-        "training": {"tokens": tokens, **Bill.of(estimate, cluster, tokens, price)._asdict()} if tokens else None,
-        "price": price,
-        "watts": cluster.gpu.power,
-        "watts_from": None if cluster.gpu.power is None else power_from(cluster),
-    }
-
-
-def _way_json(way: Way) -> dict[str, Any]:
-    memory, seconds = way.estimate.memory.device, way.estimate.seconds.mid
-    settings = {"way": way.name, "settings": dict(way.settings), "rounds": way.rounds}
-    return settings | {"device_bytes": memory, "seconds": seconds}
-
-
-def row_json(row: Row) -> dict[str, Any]:
-    """Return a ranked row as plain values."""
-    return {"plan": row.plan.as_dict(), "why": row.reason, **estimate_json(row.estimate)}
-
-
-def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """Return all figures of an estimate by name."""
-    return estimate.as_dict()

@@ -20,6 +20,8 @@ weights                     whether weights are kept or cast, where a plan leave
 profiles, profile_memory    other systems' ways with time and memory
 estimate                    `evaluate`: all of these together
 margin, judged              how far off its memory may be; what of it no published run was compared with
+choice                      which of equal plans is recommended
+lengths                     a step priced by how long a run's own sequences are
 search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save
 bill                        hours of GPUs, days, energy, money
 links                       ways to train over slow links between hosts, and the fastest

@@ -99,6 +99,12 @@ def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec: 
     return replace(spec, communicator=communicator, provenance={**spec.provenance, "communicator": MEASURED})
 
 
+def _per_partner(inside: Link, sheet: Link, local: int) -> Link:
+    """Return a link that so many ranks of a node measured: of links to partners, they used those among themselves."""
+    used = sheet.to(local - 1) / sheet.bandwidth
+    return replace(inside, bandwidth=inside.bandwidth / used, partners=sheet.partners)
+
+
 def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Link | None, disk: float) -> ClusterSpec:
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     name = named(device)
@@ -116,7 +122,7 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
         gpu,
         mesh.world // local,
         local,
-        inside or base.inside,
+        _per_partner(inside, base.inside, local) if inside else base.inside,
         across or base.across,
         host,
         rates.host_link,

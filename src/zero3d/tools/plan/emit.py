@@ -13,7 +13,10 @@ optimizer                         optimizer.name              refused but AdamW
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
+from math import ceil, log10
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,24 @@ from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.sections import planned
 from zero3d.spec.tiers import DISK, HOST, TIERS
 from zero3d.spec.zero import Zero
+from zero3d.tools.plan.goodput import Goodput
+from zero3d.tools.plan.hardware import CATALOGUE, cluster
 from zero3d.tools.plan.inputs import without_effect
 from zero3d.tools.plan.search import LONG
-from zero3d.tools.plan.spec import ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
+NEW, WEIGHTS, ADAPTERS = "new weights", "a model's weights", "adapters"  # what a run trains
+USUAL: Mapping[str, Mapping[str, Any]] = {  # sections of a first run of each, beside its plan
+    NEW: {"optimizer": {"lr": 3e-4}, "schedule": {"name": "cosine", "warmup": 0.01, "final": 0.1}},
+    WEIGHTS: {"optimizer": {"lr": 2e-5}, "schedule": {"name": "cosine", "warmup": 0.03, "final": 0.1}},
+    ADAPTERS: {
+        "optimizer": {"lr": 2e-4, "weight_decay": 0.0},
+        "schedule": {"name": "cosine", "warmup": 0.03, "final": 0.1},
+    },
+}
+FIRST = ("output", "model", "lora", "data", "train", "optimizer", "schedule")  # sections of a file, the others follow
+HELD_OUT, EVALUATED = 0.01, 16  # of documents; micro-batches of a rank in an evaluation
+HOUR = 3600.0  # of training, that a stop may cost at most where saves are cheap
 NVME = "nvme"
 DEEPSPEED = {HOST: "cpu", DISK: NVME}  # tiers as its JSON names them; it has no others
 
@@ -71,6 +88,47 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         | saves
         | health
     )
+
+
+def planned_for(used: ClusterSpec, file: str | None = None) -> dict[str, Any]:
+    """Return the section `plan`: the cluster that a run was planned for. file: that described it."""
+    named = {"gpu": used.gpu.name} if used.gpu.name in CATALOGUE else {}
+    usual = None
+    with suppress(ConfigError):  # of GPUs that fill no such nodes
+        usual = cluster(used.gpu.name, used.gpus).hosts
+    nodes = {} if usual == used.hosts else {"nodes": used.hosts}
+    return {"gpus": used.gpus, **named, **nodes} | ({} if file is None else {"cluster": file})
+
+
+def whole_run(
+    tree: Mapping[str, Any], trained: str, estimate: Estimate, save: Goodput, tokens: float | None
+) -> dict[str, Any]:
+    """Return a plan's file with all else that a first run says: how long, at what rates, when it saves and evaluates.
+
+    trained  NEW, WEIGHTS or ADAPTERS
+    tokens   of the whole training; without them it is one pass over the data
+    """
+    steps = None if tokens is None else max(1, ceil(tokens / estimate.tokens))
+    every = _round_steps(min(save.every, max(HOUR, 10 * save.save)) / estimate.seconds.mid)
+    every = every if steps is None else min(every, steps)
+    sections = {name: {**tree.get(name, {}), **section} for name, section in USUAL[trained].items()}
+    written = {
+        **tree,
+        "data": {name: tree["data"][name] for name in ("train", "tokenizer") if name in tree["data"]}
+        | {"validation": HELD_OUT}
+        | tree["data"],
+        "train": ({"epochs": 1} if steps is None else {"steps": steps}) | tree["train"],
+        **sections,
+        "evaluate": {"every": every, "batches": EVALUATED},
+        "checkpoint": {"every": every, **tree.get("checkpoint", {})},
+    }
+    return {name: written.pop(name) for name in FIRST if name in written} | written
+
+
+def _round_steps(steps: float) -> int:
+    """Return the largest of 1, 2, 5, 10, 20, 50, ... that is not above."""
+    power: int = 10 ** int(log10(max(1.0, steps)))
+    return next(each * power for each in (5, 2, 1) if each * power <= max(1.0, steps))
 
 
 def _name(path: str) -> str:

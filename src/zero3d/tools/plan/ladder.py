@@ -22,8 +22,8 @@ from typing import NamedTuple
 from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import OPTIMIZER, tiers_of
-from zero3d.tools.plan.search import LONG, Evaluate, shares
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.tools.plan.search import LONG, shares
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, ModelSpec, ParallelPlan
 from zero3d.tools.plan.time import faster_reduction
 
 RULE = ("1", "2", "2 + offload", "3", "3 + offload")  # the practice report's order
@@ -52,6 +52,7 @@ def ladder(
         dp=cluster.gpus,
         sp=sp,
         accumulate=max(1, sequences * sp // cluster.gpus),
+        precision=cluster.gpu.precision,
         activations="full",
         tiled_loss=model.length >= LONG or AUTO,
         optimizer=optimizer,

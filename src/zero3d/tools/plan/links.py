@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from zero3d.config.keys import KEYS
 from zero3d.errors import ConfigError, MeshError
-from zero3d.tools.plan.search import Evaluate, shard_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.tools.plan.search import shard_refused
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, ModelSpec, ParallelPlan
 
 WORTH = 0.97  # of the seconds of a simpler way, beyond which another one is not taken
 SUMS, ROUNDING = "zero.slow_wire", "zero.slow_rounding"

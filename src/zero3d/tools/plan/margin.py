@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 from zero3d.spec.offload import AUTO
 from zero3d.tools.plan.constants import constant, source_of
-from zero3d.tools.plan.search import Evaluate
-from zero3d.tools.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Evaluate, ModelSpec, ParallelPlan
 
 KINDS = ("full", "lora", "qlora", "offload")
 MARGIN = constant("plan", "margin full")
@@ -58,6 +57,12 @@ class Margin(NamedTuple):
 def margin_of_kind(kind: str) -> Margin:
     """Return the margin of a kind of run, one of KINDS."""
     return Margin(constant("plan", f"margin {kind}"), kind, source_of("plan", f"margin {kind}"))
+
+
+def margin_for(asked: float | None, model: ModelSpec, plan: ParallelPlan) -> Margin:
+    """Return the margin of a plan: as a caller says, else that of its kind of run."""
+    kind = kind_of(model, plan)
+    return margin_of_kind(kind) if asked is None else Margin(asked, kind, "as --margin says")
 
 
 def kind_of(model: ModelSpec, plan: ParallelPlan) -> str:

@@ -5,6 +5,7 @@
     inside a node    ring over the L members that a group has there
     across nodes     ring over n/L nodes; the L members' network cards work in parallel, so L x bandwidth
     both             the slower of the two: the pieces are pipelined
+    own links        where each pair of a node has one (`Link.partners`), a group has those among its own members
 
     all-to-all       everything that leaves a host does so as it is: L times a ring's bytes across nodes; on CPUs, where
                      every rank sends to each other one, gathers and reduce-scatters, too
@@ -67,14 +68,14 @@ class Groups:
         shard = Group(plan.shard, max(1, min(plan.shard, cluster.per_node // plan.tp)))
         experts = Group(inside, max(1, min(inside, cluster.per_node // (plan.tp * plan.ep))))
         copies = Group(plan.replicate, max(1, min(plan.replicate, cluster.per_node // (plan.tp * plan.shard))))
-        together = node_of(plan, cluster.per_node)
+        together = node_of(plan, cluster.on_host)
         node = Group(together, min(together, dp.local))
         return cls(tp, dp, ep, sp, shard, copies, experts, node, plan.tp * plan.dp < cluster.per_node)
 
 
 def send_seconds(size: float, link: Link) -> float:
     """Time a message between two ranks."""
-    return link.latency + _wire(size, link) if size else 0.0
+    return link.latency + _wire(size, link, 1) if size else 0.0
 
 
 def gather_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
@@ -86,7 +87,7 @@ def gather_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
     inside, across = cluster.inside, cluster.across
     near = size * (group.local - 1) / group.local
     far = size * (group.nodes - 1) / group.nodes / group.local
-    wire = max(_wire(near, inside), _wire(far, across))
+    wire = max(_wire(near, inside, group.local - 1), _wire(far, across))
     return wire + (group.local - 1) * inside.latency + (group.nodes - 1) * across.latency
 
 
@@ -96,7 +97,7 @@ def exchange_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
         return 0.0
     inside, across = cluster.inside, cluster.across
     near, far = group.local - 1, group.size - group.local
-    wire = max(_wire(size * near / group.size, inside), _wire(size * far / group.size, across))
+    wire = max(_wire(size * near / group.size, inside, near), _wire(size * far / group.size, across))
     return wire + near * inside.latency + far * across.latency
 
 
@@ -106,7 +107,7 @@ def neighbours_seconds(rows: float, reached: int, group: Group, cluster: Cluster
         return 0.0
     inside, across = cluster.inside, cluster.across
     near, far = reached * (group.local - 1) / group.local, (group.nodes - 1) / group.nodes
-    wire = max(_wire(rows * near, inside), _wire(rows * far, across))
+    wire = max(_wire(rows * near, inside, group.local - 1), _wire(rows * far, across))
     return wire + (group.local - 1) * inside.latency + (group.nodes - 1) * across.latency
 
 
@@ -118,9 +119,9 @@ def reduce_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
     inside, across = cluster.inside, cluster.across
     near, far = 2 * size * (group.local > 1), 2 * size * (group.nodes > 1) / group.local
     hops = 2 * log2(group.local) * inside.latency + 2 * log2(group.nodes) * across.latency
-    return min(ring, max(_wire(near, inside), _wire(far, across)) + hops)
+    return min(ring, max(_wire(near, inside, group.local - 1), _wire(far, across)) + hops)
 
 
-def _wire(size: float, link: Link) -> float:
-    """Return size / B(size) = (size + half) / B_inf."""
-    return (size + link.half) / (REACHED * link.bandwidth) if size else 0.0
+def _wire(size: float, link: Link, others: int = 1) -> float:
+    """Return size / B(size) = (size + half) / B_inf. others: GPUs to which it goes at a time."""
+    return (size + link.half) / (REACHED * link.to(others)) if size else 0.0

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zero3d.spec.tiers import TIERS
-from zero3d.tools.plan.search import Evaluate, Row
-from zero3d.tools.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan
+from zero3d.tools.plan.search import Row
+from zero3d.tools.plan.spec import ClusterSpec, Evaluate, Memory, ModelSpec, ParallelPlan
 from zero3d.tools.plan.what_if import WhatIf, what_if
 
 Bytes = Callable[[Memory], float]  # those that are short

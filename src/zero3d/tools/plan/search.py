@@ -23,7 +23,8 @@
     gradients          where states leave: on the device, on the host at stages 2, 3
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
-timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest.
+timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest. What fits, and
+lacks bytes of the margin beyond it, is a row behind all others: it says how many (`Row.lacks`).
 
 States leave the device where nothing fits otherwise, for the host before a disk; or as far as the caller says. So do
 the inputs of recomputed blocks of long sequences, before them. The loss of long sequences is computed tile by tile.
@@ -45,8 +46,9 @@ from zero3d.spec.optimizer import ADAMW
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 from zero3d.tools.plan.footprint import tiles_loss
+from zero3d.tools.plan.margin import Margin, margin_for, usable
 from zero3d.tools.plan.sequence import masks_fit, sp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Memory, ModelSpec, ParallelPlan
 from zero3d.tools.plan.time import faster_mixers, faster_reduction
 
 Tiers = tuple[Offload, ...]
@@ -57,7 +59,6 @@ LONG = 16384  # tokens of a sequence from which it may be cut over sp
 DEVICE_MEMORY = "the GPU's memory"
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
-Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
 AtLeast = Callable[[ModelSpec, ClusterSpec, ParallelPlan, float], float]
 
 
@@ -79,11 +80,15 @@ ROUNDS = _rounds()
 
 
 class Row(NamedTuple):
-    """A plan that fits, what it needs, and why it stands where it does."""
+    """A plan that fits, what it needs, and why it stands where it does.
+
+    lacks  bytes of the margin for which there is no room; 0 where it fits with the whole margin
+    """
 
     plan: ParallelPlan
     estimate: Estimate
     reason: str = ""
+    lacks: float = 0.0
 
 
 class Rejection(NamedTuple):
@@ -125,18 +130,28 @@ class Target(NamedTuple):
     """What a plan must do.
 
     sequences  of a step over all ranks
-    limit      bytes of a GPU that may be used
+    room       bytes of a GPU, in which a plan and its margin must fit
     offload    how far states may leave it: none, or as far as a tier; auto where nothing fits otherwise
     optimizer  the name of its row (spec/optimizer.py)
     quantize   the format of frozen linear layers, whose bytes the model says
+    margin     share of planned bytes that must be there beyond them; None: as kinds of runs have it
     """
 
     sequences: int
-    limit: float
+    room: float
     goal: str = "fastest"
     offload: str = "auto"
     optimizer: str = ADAMW
     quantize: str | None = None
+    margin: float | None = None
+
+    def margin_for(self, model: ModelSpec, plan: ParallelPlan) -> Margin:
+        """Return the margin of a plan."""
+        return margin_for(self.margin, model, plan)
+
+    def usable(self, model: ModelSpec, plan: ParallelPlan) -> float:
+        """Return the bytes that may be planned for such a plan, so that it fits with its margin."""
+        return usable(self.room, self.margin_for(model, plan).share)
 
 
 def search(
@@ -147,7 +162,10 @@ def search(
     at_least: AtLeast | None = None,
     watch: Watch | None = None,
 ) -> SearchResult:
-    """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal or offload.
+    """Return all plans of the table that fit, ranked by the goal, those that lack some of the margin last.
+
+    Sizes and places are tried in turn until one of their plans has the whole margin. Raises ConfigError for an unknown
+    goal or offload.
 
     at_least  returns bytes below which `evaluate` does not find the device's, for less work: the same plans are found.
               A bound above the number that it is given will do
@@ -156,7 +174,8 @@ def search(
     for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
         if value not in choices:
             raise ConfigError(f"{option} {value!r} is unknown: pass one of {', '.join(choices)}.")
-    account = _Account(target.limit)
+    account = _Account(target.room)
+    order = _order(target.goal)
     price = _Price(evaluate, at_least)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
@@ -168,17 +187,17 @@ def search(
             groups = list(_groups(model, here, target, tiers, account))
             for done, group in enumerate(groups, 1):
                 before = len(rows)
-                rows += _fitting(group, model, here, price, account)
+                rows += _fitting(group, model, here, price, target, account)
                 if watch is not None:
-                    best = sorted([*best, *rows[before:]], key=_KEYS[target.goal])[:1]
+                    best = sorted([*best, *rows[before:]], key=order)[:1]
                     watch(Progress(account.priced, done, len(groups), next(iter(best), None)))
-            if rows:
+            if not all(row.lacks for row in rows):
                 break
     except KeyboardInterrupt:
         if watch is None or not rows:
             raise
         whole = False
-    return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried, whole)
+    return SearchResult(_explained(sorted(rows, key=order)), account.rejected(), account.tried, whole)
 
 
 def _turns(offload: str, model: ModelSpec) -> Iterator[Tiers]:
@@ -194,7 +213,7 @@ def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
     per_node = min(gpus, cluster.per_node)
     if gpus % per_node:
         raise ConfigError(f"{gpus} GPUs are not a whole number of nodes of {per_node}.")
-    return replace(cluster, nodes=gpus // per_node, per_node=per_node)
+    return cluster.sized(gpus // per_node, per_node)
 
 
 def _sizes(cluster: ClusterSpec) -> Iterator[int]:
@@ -214,11 +233,16 @@ _KEYS: dict[str, Callable[[Row], tuple[float, ...]]] = {
 }
 
 
+def _order(goal: str) -> Callable[[Row], tuple[float, ...]]:
+    """Return the key of rows by which they are ranked."""
+    return lambda row: (float(row.lacks > 0), *_KEYS[goal](row))
+
+
 class _Account:
     """Counts what is rejected, by reason."""
 
-    def __init__(self, limit: float) -> None:
-        self.limit, self.tried = limit, 0
+    def __init__(self, room: float) -> None:
+        self.room, self.tried = room, 0
         self.priced = 0
         self._count: dict[str, int] = {}
         self._nearest: dict[str, tuple[float, ParallelPlan, str]] = {}
@@ -272,6 +296,7 @@ def _groups(
                         zero=Zero(stage, **pipeline_moments(stage, pp)),
                         offload=away,
                         mesh=Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced),
+                        precision=cluster.gpu.precision,
                         activations=activations,
                         virtual=virtual,
                         tiled_loss=model.length >= LONG or AUTO,
@@ -426,7 +451,9 @@ class _Price(NamedTuple):
     at_least: AtLeast | None
 
 
-def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Price, account: _Account) -> Iterator[Row]:
+def _fitting(
+    group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Price, target: Target, account: _Account
+) -> Iterator[Row]:
     """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory.
 
     One that does not fit by what it takes at least, and is not the nearest by that, is not priced.
@@ -436,12 +463,12 @@ def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Pric
         candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
         plan = faster_reduction(model, candidate, cluster) if candidate.shard > 1 else candidate
         plan = faster_mixers(model, plan, cluster)
-        above = account.limit + max(0.0, account.misses_by(DEVICE_MEMORY))
+        above = account.room + max(0.0, account.misses_by(DEVICE_MEMORY))
         if price.at_least is not None and price.at_least(model, cluster, plan, above) > above:
             account.reject(DEVICE_MEMORY, len(group.sizes) - i)
             return
         estimate = price.evaluate(model, cluster, plan)
-        excess = estimate.memory.device - account.limit
+        excess = estimate.memory.device - account.room
         lacks = estimate.memory.lacks(cluster)
         if excess > 0 or lacks:
             if excess > 0:
@@ -452,7 +479,8 @@ def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Pric
                 account.too_large(memory_of(tier), len(group.sizes) - i, plan, more, parts)
             return
         account.tried += 1
-        yield Row(plan, estimate)
+        beyond = (1 + target.margin_for(model, plan).share) * estimate.memory.device - account.room
+        yield Row(plan, estimate, lacks=max(0.0, beyond))
 
 
 def memory_of(tier: str) -> str:

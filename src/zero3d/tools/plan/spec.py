@@ -13,7 +13,7 @@ Bytes are bytes, times seconds, rates per second. A token's figures are of one f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
@@ -330,6 +330,7 @@ class Gpu:
     flash      what attention reaches of it, where that was measured; then `bandwidth` was measured, too
     half       smallest side of a product at which it reaches half of `matrix`; 0: at any
     power      watts that the device takes at most, None where nobody knows
+    bf16       it multiplies in bf16
     """
 
     name: str
@@ -340,15 +341,29 @@ class Gpu:
     flash: float | None = None
     half: float = 0.0
     power: float | None = None
+    bf16: bool = True
+
+    @property
+    def precision(self) -> str:
+        """Return in which of 16 bits it is planned."""
+        return "bf16" if self.bf16 else "fp16"
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link, as one GPU can use it one way: latency + bytes / bandwidth, half of the bandwidth at `half` bytes."""
+    """A link, as one GPU can use it one way: latency + bytes / bandwidth, half of the bandwidth at `half` bytes.
+
+    partners  GPUs to each of which it has a link of its own, all of them together `bandwidth`; 0: any has all of it
+    """
 
     bandwidth: float
     latency: float = 5e-6
     half: float = 1e6
+    partners: int = 0
+
+    def to(self, others: int) -> float:
+        """Return the bandwidth to so many GPUs at a time."""
+        return self.bandwidth * min(others, self.partners) / self.partners if self.partners else self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -373,6 +388,7 @@ class MeasuredStep:
 class ClusterSpec:
     """Nodes of alike GPUs.
 
+    per_node        GPUs that `inside` joins; per_host: of them those of a machine, where a node is several
     inside, across  links between GPUs of a node, and of two nodes
     host_memory     bytes of a node
     host_link       GPU to host memory, bytes per second and GPU
@@ -398,6 +414,7 @@ class ClusterSpec:
     communicator: float | None = None
     spread: float | None = None
     provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
+    per_host: int | None = None
 
     def figure(self, said: Figure) -> float:
         """Return what a tier's row says of bytes or bytes per second: a field of this cluster, or the figure itself."""
@@ -407,6 +424,23 @@ class ClusterSpec:
     def gpus(self) -> int:
         """Count all GPUs."""
         return self.nodes * self.per_node
+
+    @property
+    def on_host(self) -> int:
+        """Count the GPUs of a machine, which a launcher calls a node."""
+        return min(self.per_node, self.per_host or self.per_node)
+
+    @property
+    def hosts(self) -> int:
+        """Count the machines."""
+        return self.nodes * -(-self.per_node // self.on_host)
+
+    def sized(self, nodes: int, per_node: int) -> ClusterSpec:
+        """Return so many nodes of so many of these GPUs: a node of more or fewer machines has their hosts' figures."""
+        of = self.per_host or max(per_node, self.per_node)
+        times = -(-per_node // of) / -(-self.per_node // of)
+        hosts = {name: times * getattr(self, name) for name in ("host_memory", "host_bandwidth", "disk")}
+        return replace(self, nodes=nodes, per_node=per_node, **hosts)
 
 
 # --- plan ---------------------------------------------------------------------------------------
@@ -617,3 +651,6 @@ class Estimate:
         tree = asdict(self)
         tree["memory"] |= tree["memory"].pop("tiers")
         return tree
+
+
+Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]

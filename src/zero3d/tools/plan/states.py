@@ -210,8 +210,8 @@ def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """
     if plan.shard == 1:
         return plan
-    ranks = node_of(plan, cluster.per_node)
-    algorithm = algorithm_on(plan, cluster.per_node)
+    ranks = node_of(plan, cluster.on_host)
+    algorithm = algorithm_on(plan, cluster.on_host)
     return plan.replace(zero=_zero_with(plan.zero, algorithm, None if ranks == 1 else ranks))
 
 

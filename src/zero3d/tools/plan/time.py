@@ -476,7 +476,7 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     if slow == SAME:
         if group.size == 1:
             return 0.0
-        how = sum_over_copies(usual_unit(plan, algorithm_on(plan, step.cluster.per_node)))
+        how = sum_over_copies(usual_unit(plan, algorithm_on(plan, step.cluster.on_host)))
         sizes = [own * how.plain.travels, own * wide]
     elif all_get_terms(group.size, BITS[slow]):
         sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
@@ -530,7 +530,7 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
     Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms, which runs
     beside computation (2 bytes and, for each owner, 4).
     """
-    reduction = reduction_of(usual_unit(plan, algorithm_on(plan, cluster.per_node)), 1)
+    reduction = reduction_of(usual_unit(plan, algorithm_on(plan, cluster.on_host)), 1)
     return reduction.travels, exchange_seconds if reduction.terms else gather_seconds
 
 

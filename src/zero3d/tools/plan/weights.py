@@ -88,7 +88,7 @@ def casts_of(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> Cast
     gpu, rates = cluster.gpu, KERNELS.rates_of(cluster.gpu)
     trained = digest(model).trainable / (plan.tp * plan.pp * plan.shard)
     nbytes = cast_bytes(policy_of(plan)) * trained
-    once = node_of(plan, cluster.per_node) > 1 and plan.ep == 1  # experts that ep shares out have no second shard
+    once = node_of(plan, cluster.on_host) > 1 and plan.ep == 1  # experts that ep shares out have no second shard
     times = 0 if once else 2 * plan.accumulate - 1
     products = step_operations(model, plan) / plan.world / (rates.matrix * gpu.flops)
     return Casts(times, nbytes, times * nbytes / (rates.memory * gpu.bandwidth), products)

@@ -17,9 +17,9 @@ from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, t
 from zero3d.spec.zero import KEPT, NODE
 from zero3d.tools.plan.decided import algorithm_on, policy_of, usual_unit
 from zero3d.tools.plan.network import Groups
-from zero3d.tools.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
+from zero3d.tools.plan.search import ACTIVATIONS, LONG, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.tools.plan.sequence import sp_refused
-from zero3d.tools.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Memory, ModelSpec, ParallelPlan
 
 Settings = Mapping[str, Any]
 KEEPS = {"zero.weights": KEPT}  # what goes with states off the device, from which no gather casts
@@ -131,7 +131,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     yield from _declared("zero", plan)
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
-    now = algorithm_on(plan, cluster.per_node)
+    now = algorithm_on(plan, cluster.on_host)
     way = ALL_TO_ALL if now == NATIVE else NATIVE
     if (
         plan.dp > 1

@@ -16,5 +16,6 @@ card_autocast  autocast with a card's lists of operations
 mixer_kernels  kernels of recurrences and convolutions, which a card would run
 orders      the actions of every pipeline stage; `gantt` when they work and wait
 chrome      all of it for chrome://tracing or Perfetto
+file_lengths  tokens of a sample of a run's records
 model_spec  a model as the planner sees it; `units`, `figures`, `live`, `stand_ins` are its parts
 """
