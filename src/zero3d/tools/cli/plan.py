@@ -42,7 +42,7 @@ from zero3d.tools.cli.planned_file import RunFile
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.tools.page import plan_text
 from zero3d.tools.plan.emit import deepspeed_config, train_config
-from zero3d.tools.plan.estimate import device_at_least, evaluate
+from zero3d.tools.plan.estimate import BOUNDS, evaluate
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
@@ -184,7 +184,7 @@ def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Ev
     gc.disable()
     try:
         with ProgressLine() as line:
-            return search(model, cluster, target, priced, device_at_least, partial(_show, line))
+            return search(model, cluster, target, priced, BOUNDS, partial(_show, line))
     finally:
         if collects:
             gc.enable()
@@ -269,7 +269,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         offload = "none" if target.offload == "auto" else target.offload
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
         with ProgressLine() as line:
-            result = search(model, bigger, wanted, evaluate, device_at_least, partial(_show, line))
+            result = search(model, bigger, wanted, evaluate, BOUNDS, partial(_show, line))
         if result.rows and not result.rows[0].lacks:
             return bigger.gpus, result.rows[0]
         times *= 2

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import lcm
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class Margin(NamedTuple):
     origin: str
 
 
+@cache
 def margin_of_kind(kind: str) -> Margin:
     """Return the margin of a kind of run, one of KINDS."""
     return Margin(constant("plan", f"margin {kind}"), kind, source_of("plan", f"margin {kind}"))
