@@ -82,20 +82,22 @@ ROUNDS = _rounds()
 class Row(NamedTuple):
     """A plan that fits, and what it needs.
 
-    best   the estimate of the first row, beside which this one is explained; None: it is not
+    said   why it stands where it does; "": as is seen beside the best
     lacks  bytes of the margin for which there is no room; 0 where it fits with the whole margin
+    best   the estimate of the first row, beside which this one is explained; None: it is not
     """
 
     plan: ParallelPlan
     estimate: Estimate
-    best: Estimate | None = None
+    said: str = ""
     lacks: float = 0.0
+    best: Estimate | None = None
 
     @property
     def reason(self) -> str:
         """Say why it stands where it does."""
-        if self.best is None:
-            return ""
+        if self.said or self.best is None:
+            return self.said
         return _strength(self.estimate) if self.estimate is self.best else _why(self.estimate, self.best)
 
 
