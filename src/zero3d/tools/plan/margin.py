@@ -63,7 +63,10 @@ def margin_of_kind(kind: str) -> Margin:
 def margin_for(asked: float | None, model: ModelSpec, plan: ParallelPlan) -> Margin:
     """Return the margin of a plan: as a caller says, else that of its kind of run."""
     kind = kind_of(model, plan)
-    return margin_of_kind(kind) if asked is None else Margin(asked, kind, "as --margin says")
+    if asked is not None:
+        return Margin(asked, kind, "as --margin says")
+    known = margin_of_kind(kind)
+    return known._replace(origin=f"{known.origin} (--margin)")
 
 
 def kind_of(model: ModelSpec, plan: ParallelPlan) -> str:
