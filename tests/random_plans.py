@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -146,11 +146,13 @@ def draw(number):
 def models():
     """Trace the models, each once."""
     from zero3d.config import Lora, Model
+    from zero3d.tools.plan.spec import Forward
     from zero3d.tools.sim.model_spec import open_spec
 
     found = {}
     for name, (model, length, settings) in MODELS.items():
-        given = {key: value for key, value in settings.items() if key in ("packed", "kernels")}
+        given = {key: value for key, value in settings.items() if key == "packed"}
+        given |= {"forward": Forward(on_card=True)} if "kernels" in settings else {}
         given |= {"lora": Lora(rank=settings["lora"])} if "lora" in settings else {}
         given |= {"chosen": Model(quantize=settings["quantize"])} if "quantize" in settings else {}
         with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +167,7 @@ def models():
 def tell(number, specs):
     """Say of a plan all that is kept of it."""
     from zero3d.errors import ConfigError
-    from zero3d.tools.plan.estimate import device_at_least, evaluate
+    from zero3d.tools.plan.estimate import BOUNDS, evaluate
     from zero3d.tools.plan.hardware import cluster
     from zero3d.tools.plan.spec import ParallelPlan
 
@@ -179,7 +181,9 @@ def tell(number, specs):
             part: getattr(estimate, part) for part in ("memory", "seconds", "traffic", "tokens", "flops", "notes")
         }
         said |= {part: plain(value) for part, value in figures.items()}
-        said["at least"] = device_at_least(model, place, plan)
+        settled = BOUNDS.settled(model, place, plan)
+        said["at least"] = BOUNDS.at_least(model, place, settled, inf)
+        said["at most"] = BOUNDS.at_most(model, place, settled)
     except ConfigError as error:
         return said | {"refused": str(error)}
     said["file"], said["file as plan"] = file_of(model, plan)

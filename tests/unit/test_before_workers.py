@@ -95,8 +95,9 @@ def test_every_run_of_a_comparison_has_its_own_base(tmp_path, monkeypatch):
 
 REFUSED = {
     "batch": (["train.batch=5"], "train.batch 5 is not a multiple of"),
-    "degrees": (["mesh.tp=3"], "2 ranks cannot form"),
+    "degrees": (["mesh.dp=3"], "2 ranks cannot form"),
     "heads that tp does not divide": (["mesh.tp=4"], "tp=4 cannot split num_attention_heads=6: 6 / 4 is not a whole number"),
+    "a vocabulary that tp does not divide": (["model.path=odd-words.json", "data.length=8", "mesh.tp=2"], "tp=2 cannot split vocab_size=257: 257 / 2 is not a whole number. Pad it before training: model.resize_token_embeddings(pad_to_multiple_of=2) makes them 258; or keep"),
     "heads of a folder": (["model.path=bare", "model.init=random", "data.tokenizer=bytes", "data.length=8", "mesh.tp=4"], "tp=4 cannot split num_key_value_heads=2"),
     "a pipeline without micro-batches": (["mesh.pp=2", "train.micro_batch=1", "train.accumulate=1"], "1f1b"),
     "restarts below none": (["--max-restarts=-1"], "--max-restarts -1: type a whole number from 0"),
@@ -205,6 +206,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "odd.json").write_text(json.dumps(CONFIG | {"model_type": "llama9"}))
+    (tmp_path / "odd-words.json").write_text(json.dumps(CONFIG | {"vocab_size": 257}))
     (tmp_path / "cut.json").write_text(json.dumps(CONFIG)[:-5])
     for name in ("wandb", "mlflow"):
         write_package(tmp_path / "packages" / name)

@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_reason(plan, tmp_path)
 
 
 @pytest.mark.parametrize(("words", "why"), [
-    (["mesh.tp=5"], "mesh.tp=5 cannot be: tp does not divide 6 heads"),
+    (["mesh.tp=5"], "tp=5 cannot split num_attention_heads=6: 6 / 5 is not a whole number"),
     (["mesh.pp=99", "train.accumulate=99"], "pp=99 pipeline stages need a block each, and demo has 3: pass pp=3 or less"),
     (["--gpus", "3", "mesh.dp=2"], "3 ranks cannot form dp=2"),
 ])  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf, isclose, sqrt
 
@@ -14,7 +15,7 @@ from zero3d.errors import ConfigError
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.offload import Offload
 from zero3d.tools.plan.emit import deepspeed_config, plan_of, train_config
-from zero3d.tools.plan.estimate import device_at_least, evaluate
+from zero3d.tools.plan.estimate import BOUNDS, evaluate
 from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.ladder import RULE, differs, ladder
@@ -118,16 +119,17 @@ def test_plans_inside_the_margin_are_rows_behind_all_that_have_it_whole_and_no_r
 
 
 def test_plans_inside_the_margin_decide_only_where_no_place_of_states_leaves_it_whole():
-    least = min(row.estimate.memory.device for row in found().rows)
-    away = min(row.estimate.memory.device for row in found(offload="host").rows)
+    few = partial(found, sequences=4, place=resized(A100, 4))
+    least = min(row.estimate.memory.device for row in few().rows)
+    away = min(row.estimate.memory.device for row in few(offload="host").rows)
     assert 1.1 * away < 1.05 * least
-    result = found(1.05 * least, offload="auto", margin=0.1)
+    result = few(1.05 * least, offload="auto", margin=0.1)
     whole = [row for row in result.rows if not row.lacks]
     assert whole
     assert all(row.plan.offload.optimizer == "host" for row in whole)
     assert any(row.plan.offload == Offload() for row in result.rows[len(whole) :])
     assert result.rows[0] == whole[0]
-    none = found(1.05 * away, offload="auto", margin=0.1)
+    none = few(1.05 * away, offload="auto", margin=0.1)
     assert none.rows
     assert all(row.lacks for row in none.rows)
     assert [row.estimate.seconds.mid for row in none.rows] == sorted(row.estimate.seconds.mid for row in none.rows)
@@ -396,22 +398,25 @@ def test_what_a_file_cannot_say_is_refused():
     assert tree["tensor_parallel"] == {"autotp_size": 2}
 
 
-def test_no_plan_needs_less_than_its_bounds_say():
-    model, place = gpt(4, 1024, 8, 50304, 1024), cluster("a100-80", 4)
+@pytest.mark.parametrize("name", ["dense", "experts", "long"])
+def test_no_plan_needs_less_or_more_than_its_bounds_say(name):
+    models = {"dense": gpt(4, 1024, 8, 50304, 1024), "experts": mixture(4, 4), "long": gpt(8, 256, 4, 1000, LONG)}
+    model, place = models[name], cluster("a100-80", 4)
     kinds = set()
 
     def bounded(model, place, plan):
-        estimate = evaluate(model, place, plan)
-        bounds = [device_at_least(model, place, plan, above) for above in (0, *sorted(found[plan.schedule]), inf)]
-        found[plan.schedule] |= {bounds[0], bounds[-1]}
-        assert bounds == sorted(bounds)
-        assert 0 < bounds[0] <= bounds[-1] <= estimate.memory.device
-        kinds.add((plan.schedule, bounds[0] < bounds[-1]))
-        return estimate
+        memory = evaluate(model, place, plan).memory
+        settled = BOUNDS.settled(model, place, plan)
+        least, most = BOUNDS.at_least(model, place, settled, inf), BOUNDS.at_most(model, place, settled)
+        assert 0 < BOUNDS.at_least(model, place, settled, 0.0) <= least <= memory.device <= most
+        kinds.add((plan.schedule, plan.activations, plan.accumulate > 1, least > 0.8 * memory.device, most < inf))
+        return evaluate(model, place, plan)
 
-    found = {name: set() for name in PIPELINES}
-    assert search(model, place, Target(16, 4e9, margin=0.0), bounded).rejected
-    assert kinds >= {(name, True) for name in PIPELINES}
+    result = search(model, place, Target(8, 80e9, margin=0.0), bounded)
+    assert result.rows
+    assert {kind[:2] for kind in kinds} == {*product(PIPELINES, ACTIVATIONS)}
+    assert all(known for *_, known in kinds)
+    assert {kind[0] for kind in kinds if kind[3]} == {*PIPELINES}
 
 
 def mixture(blocks, experts):
@@ -488,7 +493,7 @@ def test_a_search_finds_what_pricing_every_plan_of_its_table_does(name):
             for plan, estimate in priced.items()
             if estimate.memory.device <= limit and not estimate.memory.lacks(place)
         } for priced in turns)))  # fmt: skip
-        result = search(model, place, Target(sequences, limit, offload=offload, margin=0.0), evaluate, device_at_least)
+        result = search(model, place, Target(sequences, limit, offload=offload, margin=0.0), evaluate, BOUNDS)
         assert {row.plan: (row.estimate.seconds.mid, row.estimate.memory.allocated) for row in result.rows} == fitting
         assert [fitting[row.plan] for row in result.rows] == sorted(fitting.values())
         assert result.rejected

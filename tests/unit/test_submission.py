@@ -15,6 +15,7 @@ SMALL = {"model_type": "llama", "vocab_size": 2000, "hidden_size": 64, "intermed
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "odd.json").write_text(json.dumps(SMALL | {"vocab_size": 257}))
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n')
     (tmp_path / "chat.jsonl").write_text(
         json.dumps({"messages": [{"role": role, "content": "hi"} for role in ("user", "assistant")]}) + "\n"
@@ -33,6 +34,7 @@ def folder(tmp_path, monkeypatch):
     (["data.train=chat.jsonl"], "the tokenizer bytes has no chat template"),
     (["data.length=256"], "data.length=256 is more than the model's 128 positions"),
     (["mesh.tp=8"], "tp=8 cannot split num_attention_heads=4"),
+    (["model.path=odd.json", "mesh.tp=2"], "tp=2 cannot split vocab_size=257"),
     (["mesh.pp=4", "train.accumulate=4"], "mesh.pp=4 cuts config.json into 4 stages, and it has 2 blocks"),
     (["model.path=qwen3-8c"], "Did you mean 'qwen3-8b'?"),
     (["model.attn=flesh"], "model.attn=flesh"),

@@ -100,6 +100,16 @@ def check_heads(key: str, heads: int, tp: int) -> None:
         )
 
 
+def check_rows(what: str, rows: int, tp: int) -> None:
+    """Refuse to share the tokens of a vocabulary out unevenly. `what`: the table, or a config's key. ConfigError."""
+    if rows % tp:
+        raise ConfigError(
+            f"tp={tp} cannot split {what}: {rows} / {tp} is not a whole number. Pad it before training: "
+            f"model.resize_token_embeddings(pad_to_multiple_of={tp}) makes them {rows + -rows % tp}; or keep embedding "
+            "and head whole with 'replicate' in the tensor-parallel plan (mesh.tp_plan)."
+        )
+
+
 def check_weights(folder: Path, or_new: bool = True) -> None:
     """Refuse a folder without safetensors. or_new: whether the model could begin with new ones. Raises ConfigError."""
     if (folder / INDEX).is_file() or (folder / ONE_FILE).is_file():

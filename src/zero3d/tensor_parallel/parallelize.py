@@ -12,7 +12,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.bases import layer_numbers, model_of
 from zero3d.models.packing import inner_model
-from zero3d.models.places import HEADS, check_heads
+from zero3d.models.places import HEADS, check_heads, check_rows
 from zero3d.models.quantised import PACKED, QuantisedLinear
 from zero3d.models.quantised_experts import stacks_of
 from zero3d.shards.cuts import Cut
@@ -162,13 +162,7 @@ def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -
     for name, style in styles.items():
         table = model.get_submodule(name) if style.kind == "embedding_rowwise" else None
         rows = table.num_embeddings if isinstance(table, nn.Embedding) else 0
-        if rows % size:
-            raise ConfigError(
-                f"tp={size} cannot split {name}'s {rows} tokens: {rows} / {size} is not a whole number. Pad it before "
-                f"zero3d.Engine: model.resize_token_embeddings(pad_to_multiple_of={size}) makes them "
-                f"{rows + -rows % size}; or keep embedding and head whole with 'replicate' in the tensor-parallel "
-                "plan."
-            )
+        check_rows(f"{name}'s {rows} tokens", rows, size)
 
 
 def read_styles(model: nn.Module, plan: Mapping[str, str] | None = None) -> dict[str, Style]:

@@ -2,8 +2,9 @@
 
     $ZERO3D_CACHE or ~/.cache/zero3d      specs/<digest>.json     the last `KEPT` that were used
 
-The digest is of all that a trace depends on: the text of the model's config, what was asked of it, versions of Python
-and of the libraries, and size and time of every file of zero3d. Where a function makes the model nothing is kept; a
+Presets, as `zero3d plan NAME` takes them, are in the package (tools/plan/preset_specs.py). The digest is of all that a
+trace depends on: the text of its config, what was asked of it, versions of Python and of the libraries, and size
+and time of every file of zero3d. Where a function makes the model nothing is kept; a
 file that cannot be read is made anew, and a folder that cannot be written is left alone.
 """
 
@@ -14,19 +15,19 @@ import json
 import os
 import platform
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from zero3d.config import Lora, Model
-from zero3d.errors import ConfigError, short
+from zero3d.errors import short
 from zero3d.models.places import check_model_path, config_file, is_called
 from zero3d.models.presets import PRESETS
 from zero3d.stores.cache import cache_root
 from zero3d.tools.cli.progress import say
-from zero3d.tools.plan.spec import ModelSpec, Operations
-from zero3d.tools.plan.spec_json import from_json, to_json
+from zero3d.tools.plan.preset_specs import MISREAD, folded, preset_spec, unfolded
+from zero3d.tools.plan.spec import ModelSpec
 
 KEPT = 64  # files
 LIBRARIES = ("torch", "transformers", "peft", "kernels")
@@ -34,12 +35,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def open_spec(path: str, length: int | None, **settings: Any) -> ModelSpec:
-    """Return `model_spec.open_spec` of the same arguments, kept or traced now. Raises ConfigError as it does.
+    """Return `model_spec.open_spec` of the same arguments, known, kept or traced now. Raises ConfigError as it does.
 
     A name that is nothing's is refused before anything is imported.
     """
     model = Model(path=path, init="random")
     check_model_path(model)
+    if not os.path.exists(path) and (known := preset_spec(path, length, **settings)) is not None:
+        return known
     file = None if is_called(model) else _folder() / f"{_digest(path, length, settings)}.json"
     spec = None if file is None else _read(file)
     if spec is None:
@@ -79,26 +82,20 @@ def _version(library: str) -> str | None:
 
 
 def _read(file: Path) -> ModelSpec | None:
-    """Return what a file holds, None where there is none that can be read. Blocks share their operations again."""
+    """Return what a file holds, None where there is none that can be read."""
     try:
-        spec = from_json(ModelSpec, json.loads(file.read_text()))
+        spec = unfolded(json.loads(file.read_text()))
         os.utime(file)
-    except (OSError, ValueError, ConfigError):
+    except MISREAD:
         return None
-    shared: dict[Operations, Operations] = {}
-    parts = []
-    for part in spec.parts:
-        apart = part.dispatched
-        apart = None if apart is None else shared.setdefault(apart, apart)
-        parts.append(replace(part, operations=shared.setdefault(part.operations, part.operations), dispatched=apart))
-    return replace(spec, parts=tuple(parts))
+    return spec
 
 
 def _write(file: Path, spec: ModelSpec) -> None:
     """Write a file whole or not at all, and remove those that were not used for longest. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps(to_json(spec), separators=(",", ":")))
+    fresh.write_text(json.dumps(folded(spec), separators=(",", ":")))
     fresh.replace(file)
     kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
     for each in kept[:-KEPT]:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import re
 import sys
@@ -96,6 +98,8 @@ def format_warning(message: Warning | str, category: type[Warning], *place: Any,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        atexit.register(gc.freeze)  # what caches of a process keep is not searched for garbage as it ends
     warnings.formatwarning = format_warning
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -45,7 +45,7 @@ from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.tools.page import plan_json, plan_text
 from zero3d.tools.plan.choice import choose
 from zero3d.tools.plan.emit import ADAPTERS, NEW, WEIGHTS, deepspeed_config, planned_for, train_config, whole_run
-from zero3d.tools.plan.estimate import device_at_least, evaluate
+from zero3d.tools.plan.estimate import BOUNDS, evaluate
 from zero3d.tools.plan.goodput import goodput
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.lengths import with_lengths
@@ -211,7 +211,7 @@ def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Ev
     gc.disable()
     try:
         with ProgressLine() as line:
-            return search(model, cluster, target, priced, device_at_least, partial(_show, line))
+            return search(model, cluster, target, priced, BOUNDS, partial(_show, line))
     finally:
         if collects:
             gc.enable()
@@ -314,7 +314,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         offload = "none" if target.offload == "auto" else target.offload
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
         with ProgressLine() as line:
-            result = search(model, bigger, wanted, evaluate, device_at_least, partial(_show, line))
+            result = search(model, bigger, wanted, evaluate, BOUNDS, partial(_show, line))
         if result.rows and not result.rows[0].lacks:
             return bigger.gpus, result.rows[0]
         times *= 2

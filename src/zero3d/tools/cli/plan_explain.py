@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from zero3d.config import Config, split_words
 from zero3d.errors import ConfigError
+from zero3d.models.places import check_model_path, is_called
 from zero3d.pipeline.schedules import Schedule
 from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import planned
@@ -19,6 +20,7 @@ from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.cli.plan_options import format_of, lora_of, margin_of, number, open_cluster, price_of, room_of
 from zero3d.tools.cli.planned_file import lengths_of
+from zero3d.tools.cli.preflight import check_tp
 from zero3d.tools.cli.train import config_source
 from zero3d.tools.page import explain_text, plan_json, plan_text
 from zero3d.tools.plan.emit import plan_of
@@ -104,6 +106,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.quantize:
         config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
     cluster = open_cluster(arguments, config.plan)
+    if not is_called(config.model):
+        check_model_path(config.model)
+        check_tp(config)
     said = arguments.gpus or arguments.nodes or arguments.cluster or config.plan.gpus
     plan = plan_of(config, cluster.gpus if said else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora

@@ -5,7 +5,7 @@ batch        train.batch = micro_batch x accumulate x dp; enough micro-batches f
 paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
 chats        the tokenizer has a template, where data begin with a chat
 type         transformers knows the model
-tp           mesh.tp divides the heads that a config.json or a preset names
+tp           mesh.tp divides the heads and the vocabulary that a config.json or a preset names
 attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
 key          somebody is logged in to Weights & Biases, where log.to asks for it
@@ -30,6 +30,7 @@ from zero3d.models.places import (
     HEADS,
     check_heads,
     check_model_path,
+    check_rows,
     config_file,
     config_json,
     folder_of,
@@ -44,6 +45,7 @@ from zero3d.train.setup.attention import check_kernel
 from zero3d.train.setup.packages import is_installed
 
 CUT_HEADS = '"layers.*.self_attn.q_proj": "colwise"'  # in a type's own plan of tensor parallelism
+VOCABULARY = "vocab_size"
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
 REMEDY = "type `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -120,9 +122,10 @@ def check_model_type(config: Config) -> None:
 
 
 def check_tp(config: Config) -> None:
-    """Refuse a mesh.tp that cuts a head in two where the type's own plan cuts attention. Raises ConfigError.
+    """Refuse a mesh.tp that cuts a head in two, or a vocabulary unevenly, where a plan cuts attention. ConfigError.
 
-    The source of the type's configuration is searched, as above. Another plan is left to the ranks.
+    The source of the type's configuration is searched, as above: embedding and head are cut, too, where its plan cuts
+    attention. Another plan is left to the ranks.
     """
     package, text = find_spec("transformers"), text_config(config.model)
     if config.mesh.tp is None or config.mesh.tp_plan is not None or package is None or package.origin is None:
@@ -133,6 +136,8 @@ def check_tp(config: Config) -> None:
         for key in HEADS:
             if isinstance(heads := text.get(key), int):
                 check_heads(key, heads, config.mesh.tp)
+        if isinstance(rows := text.get(VOCABULARY), int):
+            check_rows(f"{VOCABULARY}={rows}", rows, config.mesh.tp)
 
 
 def check_attention(config: Config) -> None:

@@ -4,6 +4,7 @@
     ModelSpec, ClusterSpec, ParallelPlan                               its inputs, as data
 
 spec, spec_json             models, clusters, plans, estimates as data; JSON there and back
+preset_specs                traces of presets that are in the package
 shapes, hardware            models by closed formulas; the GPU catalogue and cluster files
 decided                     what an engine with a plan's settings decides: its blueprint
 rank_model, states          a rank's chunks and units of a model, and the bytes of their states, exactly
@@ -12,6 +13,7 @@ in_flight, inputs, memory   when a backward begins; inputs kept in parts or on t
 traffic                     what a rank sends
 sequence                    what ranks that share sequences keep and send around attention
 mixers                      what kernels of recurrences and convolutions compute, make and keep
+bounds                      bytes that a plan takes at least, and at most, for less work
 kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `time`: of a step
 rollout                     a step of reinforcement learning, and its stream of weights
 saves                       bytes of the copy that a save behind training writes

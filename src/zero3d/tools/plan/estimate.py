@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from math import inf
 
 from zero3d.account.transients import logits_bytes
 from zero3d.blueprint.layout import padding_warning
@@ -13,13 +12,14 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.spec.mesh import AUTO
 from zero3d.spec.tiers import TIERS
+from zero3d.tools.plan.bounds import memory_at_least, memory_at_most
 from zero3d.tools.plan.footprint import tiles_loss
 from zero3d.tools.plan.kernels import IMBALANCE, step_operations
-from zero3d.tools.plan.memory import memory as engine_memory, memory_at_least
+from zero3d.tools.plan.memory import memory as engine_memory
 from zero3d.tools.plan.profile_memory import profile_memory, traced_memory
 from zero3d.tools.plan.profiles import Profile, profile
 from zero3d.tools.plan.rank_model import rank_model
-from zero3d.tools.plan.search import ep_refused, shard_refused
+from zero3d.tools.plan.search import Bounds, ep_refused, shard_refused
 from zero3d.tools.plan.sequence import mixers_of, sp_refused
 from zero3d.tools.plan.spec import (
     AS_KERNELS,
@@ -54,23 +54,30 @@ UNPACKED = "planned with one document per sequence: data.packing=true keeps a ma
 
 
 class Priced(Estimate):
-    """An estimate of a plan whose memory is known: all else is computed when it is first read.
+    """An estimate of a plan whose memory may be known: all else is computed when it is first read.
 
-    A search reads the seconds of plans that fit alone, and what they send of those that it shows.
+    A search reads the seconds of plans that fit alone, and of those that it shows what they send.
     """
 
     _of: tuple[ModelSpec, ClusterSpec, ParallelPlan, Profile]
 
     @classmethod
     def of(
-        cls, model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: Profile, memory: Memory
+        cls, model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: Profile, memory: Memory | None
     ) -> Estimate:
-        """Return the estimate of a plan. plan: with its algorithm and executor chosen."""
+        """Return the estimate of a plan, without its memory as zero3d's. plan: with algorithm and executor chosen."""
         priced = object.__new__(cls)
         tokens = plan.rows * plan.accumulate * plan.micro_batch * model.length
-        vars(priced).update(memory=memory, tokens=tokens, flops=step_operations(model, plan))
-        vars(priced).update(_of=(model, cluster, plan, system))
+        vars(priced).update(tokens=tokens, flops=step_operations(model, plan), _of=(model, cluster, plan, system))
+        if memory is not None:
+            vars(priced).update(memory=memory)
         return priced
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Return the memory of the fullest rank, where it was not known."""
+        model, cluster, plan, _ = self._of
+        return engine_memory(model, plan, cluster)
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -100,6 +107,8 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     """
     chosen = profile(system) if isinstance(system, str) else system
     as_zero3d = chosen.pace.as_zero3d
+    if as_zero3d:
+        check_rules(plan)
     plan = _resolved(model, cluster, plan, as_zero3d=as_zero3d)
     if as_zero3d:
         memory = engine_memory(model, plan, cluster)
@@ -108,19 +117,20 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     return Priced.of(model, cluster, plan, chosen, memory)
 
 
-def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, above: float = inf) -> float:
-    """Return bytes below which `evaluate` does not find the device's, for less work. Raises ConfigError as it does.
+def settled(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> ParallelPlan:
+    """Return a plan with its algorithm, executor and weights chosen. Raises ConfigError for what cannot be."""
+    return _resolved(model, cluster, plan, as_zero3d=True)
 
-    above  the first bound of more than these bytes will do
-    """
-    return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True), above, cluster)
+
+def evaluate_later(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> Estimate:
+    """Return what `evaluate` does of a plan that fits: its memory is computed when it is first read."""
+    return Priced.of(model, cluster, _resolved(model, cluster, plan, as_zero3d=True), profile("zero3d"), None)
 
 
 @lru_cache(maxsize=64)
 def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, *, as_zero3d: bool) -> ParallelPlan:
     """Return the plan with its algorithm, executor and weights chosen. Raises ConfigError for what cannot be."""
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
-        check_rules(plan)
         virtual = Schedule.of(plan.schedule).chunks_per_rank
         plan = plan if plan.virtual == virtual else plan.replace(virtual=virtual)
     check_degrees(model, cluster, plan)
@@ -198,3 +208,6 @@ def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     parts = plan.pp * plan.virtual
     if parts > len(model.blocks):
         raise ConfigError(f"pp={plan.pp} x virtual={plan.virtual} = {parts} parts for {len(model.blocks)} blocks.")
+
+
+BOUNDS = Bounds(settled, memory_at_least, memory_at_most, evaluate_later)

@@ -54,7 +54,7 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     """Return the backwards of a step that may be the fullest: none has less of everything than another one alike."""
     if plan.pp == 1:
         return (_alone(plan),)
-    return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
+    return _moments(plan.schedule, plan.pp, micro_batches_to_run(plan), pp_stage)
 
 
 def _alone(plan: ParallelPlan) -> Moment:
@@ -114,7 +114,7 @@ def rivals(
         start = Start(_alone(plan), 0, 0, ((1, 0),))
         passed = gradients[0] + states[0]
         return [Rivals(0, WHOLE, True, start.moment.come, [Group(1, 0, passed, [start])], (1, 0, passed))]
-    return _rivals(plan.schedule, plan.pp, _micro_batches_to_run(plan), stages, states, gradients)
+    return _rivals(plan.schedule, plan.pp, micro_batches_to_run(plan), stages, states, gradients)
 
 
 @lru_cache(maxsize=4096)
@@ -144,7 +144,7 @@ def _rivals(
     ]
 
 
-def _micro_batches_to_run(plan: ParallelPlan) -> int:
+def micro_batches_to_run(plan: ParallelPlan) -> int:
     """Return the micro-batches after which a step repeats itself (tools/sim/repeats.py)."""
     count, pp = plan.accumulate, plan.pp
     if plan.schedule == "1f1b":
@@ -156,7 +156,7 @@ def _micro_batches_to_run(plan: ParallelPlan) -> int:
 
 def first_in_flight(plan: ParallelPlan, pp_stage: int) -> tuple[int, ...]:
     """Count, by chunk of the rank, the micro-batches in flight as its first backward begins."""
-    return (1,) if plan.pp == 1 else _first_in_flight(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
+    return (1,) if plan.pp == 1 else _first_in_flight(plan.schedule, plan.pp, micro_batches_to_run(plan), pp_stage)
 
 
 @lru_cache(maxsize=4096)

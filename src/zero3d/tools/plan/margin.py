@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import lcm
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class Margin(NamedTuple):
     origin: str
 
 
+@cache
 def margin_of_kind(kind: str) -> Margin:
     """Return the margin of a kind of run, one of KINDS."""
     return Margin(constant("plan", f"margin {kind}"), kind, source_of("plan", f"margin {kind}"))
@@ -62,7 +64,10 @@ def margin_of_kind(kind: str) -> Margin:
 def margin_for(asked: float | None, model: ModelSpec, plan: ParallelPlan) -> Margin:
     """Return the margin of a plan: as a caller says, else that of its kind of run."""
     kind = kind_of(model, plan)
-    return margin_of_kind(kind) if asked is None else Margin(asked, kind, "as --margin says")
+    if asked is not None:
+        return Margin(asked, kind, "as --margin says")
+    known = margin_of_kind(kind)
+    return known._replace(origin=f"{known.origin} (--margin)")
 
 
 def kind_of(model: ModelSpec, plan: ParallelPlan) -> str:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 from zero3d.account.states import GradientBytes, gradient_bytes
 from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
-from zero3d.distributed.degrees import FEW_NUMBERS
+from zero3d.distributed.degrees import FEW_NUMBERS, Degrees
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
@@ -52,7 +52,7 @@ from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
 from zero3d.tools.plan.constants import constant
 from zero3d.tools.plan.decided import node_of, policy_of
 from zero3d.tools.plan.footprint import Footprint, Run, run_of
-from zero3d.tools.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, first_in_flight, rivals
+from zero3d.tools.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, rivals
 from zero3d.tools.plan.inputs import on_host, ring_here, share_here, slots_on_host
 from zero3d.tools.plan.matrices import working as bytes_of_matrices
 from zero3d.tools.plan.rank_model import RankUnit, chunks_of_rank, first_alike, partition_key, rank_model, unlike_stages
@@ -100,12 +100,12 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 
     Raises ConfigError for what the engine refuses.
     """
-    ranks = [_ranks(model, plan, stages) for stages in _stages(model, plan)]
+    ranks = [ranks_of_stages(model, plan, stages) for stages in fullest_stages(model, plan)]
     rank, (peak, stage) = _fullest(ranks)
     parts = _parts(rank.base, peak)
     allocated = sum(parts.values())
     reserved = RESERVED * allocated
-    device = _shown(reserved, plan, cluster)
+    device = shown_bytes(reserved, plan, cluster)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
     largest = max((unit.largest for units in rank.units for unit in units), default=0)
     fullest = max(ranks, key=lambda each: sum(held.total for held in each.shard.away.values())).shard
@@ -137,7 +137,7 @@ def instants(model: ModelSpec, plan: ParallelPlan) -> list[tuple[str, dict[str, 
     There are gradients then where states are off the device, whose updates are made behind the next forward.
     Raises ConfigError for what the engine refuses.
     """
-    rank, _ = _fullest([_ranks(model, plan, stages) for stages in _stages(model, plan)])
+    rank, _ = _fullest([ranks_of_stages(model, plan, stages) for stages in fullest_stages(model, plan)])
     return [(peak.instant, _parts(rank.base, peak)) for peak in (*rank.instants(), rank.rest)]
 
 
@@ -146,9 +146,9 @@ def _parts(base: Mapping[str, float], peak: Peak) -> dict[str, float]:
     return dict(base) | {name: base.get(name, 0.0) + getattr(peak, name) for name in Peak._fields[1:]}
 
 
-def _fullest(ranks: Sequence[_Ranks]) -> tuple[_Ranks, _Fullest]:
+def _fullest(ranks: Sequence[Ranks]) -> tuple[Ranks, _Fullest]:
     """Return the ranks that are the fullest, and when; of several the first. Those that cannot be are not looked at."""
-    found: list[tuple[float, int, _Ranks]] = []
+    found: list[tuple[float, int, Ranks]] = []
     for rank in sorted(ranks, key=lambda rank: len(rank.stages)):
         base = sum(rank.base.values())
         if len(rank.stages) == 1 or base + rank.at_most() >= max(total for total, *_ in found):
@@ -157,28 +157,12 @@ def _fullest(ranks: Sequence[_Ranks]) -> tuple[_Ranks, _Fullest]:
     return rank, rank.fullest
 
 
-def memory_at_least(
-    model: ModelSpec, plan: ParallelPlan, above: float = inf, cluster: ClusterSpec | None = None
-) -> float:
-    """Return bytes that the fullest rank's device shows at least: those of the first pipeline stage.
-
-    above  a bound of more bytes will do: what is there all the time and gradients, or as the first backward begins,
-           where that is above it; else the fullest instant, which takes longer to find
-
-    A part in 10^9 is left out, so that sums in another order are never below. Raises ConfigError as `memory` does.
-    """
-    rank = _ranks(model, plan, (0,))
-
-    def shown(activations: float) -> float:
-        return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + activations), plan, cluster)
-
-    least = shown(rank.gradients)
-    if least <= above:
-        least = shown(rank.first_backward())
-    return least if least > above else shown(rank.fullest.peak.total)
+def batch_bytes(model: ModelSpec, plan: ParallelPlan) -> float:
+    """Return the bytes of a step's token ids, labels and what goes with them."""
+    return 16.0 * plan.micro_batch * model.length * plan.accumulate
 
 
-def _shown(reserved: float, plan: ParallelPlan, cluster: ClusterSpec | None) -> float:
+def shown_bytes(reserved: float, plan: ParallelPlan, cluster: ClusterSpec | None) -> float:
     """Return what a device shows where so many bytes are reserved."""
     measured = None if cluster is None else cluster.communicator
     on_node = plan.world if cluster is None else cluster.per_node
@@ -191,8 +175,12 @@ def communicators(plan: ParallelPlan, on_node: int, usual: float = COMMUNICATOR)
     on_node  ranks of a node
     usual    bytes of one that carries tensors
     """
-    per_axis = plan.zero.communicators or 2
-    groups = plan.degrees.process_groups(per_axis, node_of(plan, on_node), replay=plan.replay > 0)
+    return _communicators(plan.degrees, plan.zero.communicators or 2, node_of(plan, on_node), plan.replay > 0, usual)
+
+
+@lru_cache(maxsize=1024)
+def _communicators(degrees: Degrees, per_axis: int, node: int, replay: bool, usual: float) -> float:
+    groups = degrees.process_groups(per_axis, node, replay=replay)
     return sum(count * (NARROW if name in FEW_NUMBERS else usual) for name, count in groups.items())
 
 
@@ -226,7 +214,7 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     return {DEVICE: on_device + staging, HOST: on_host + (own if is_buffered(plan.offload.optimizer) else 0)}
 
 
-def _stages(model: ModelSpec, plan: ParallelPlan) -> list[tuple[int, ...]]:
+def fullest_stages(model: ModelSpec, plan: ParallelPlan) -> list[tuple[int, ...]]:
     """Return the pipeline stages that may be the fullest, those together whose ranks differ in their micro-batches.
 
     Where backwards are whole, a stage whose chunks are like those of the one before holds less than that.
@@ -240,7 +228,7 @@ def _stages(model: ModelSpec, plan: ParallelPlan) -> list[tuple[int, ...]]:
     return [tuple(stages) for stages in together.values()]
 
 
-class _Holding:
+class Holding:
     """Computes what a pipeline stage's rank holds and moves, apart from the activations of its micro-batches.
 
     units     of each of its chunks, in their order
@@ -257,6 +245,16 @@ class _Holding:
         padding = sum(gradient_bytes(unit.plan(plan), unit.layout).padding * many for unit, many in trained)
         self.all = GradientBytes(held["gradients"], padding)
         self.held = held | {"gradients": 0.0, "padding": held["padding"] - self.all.padding}
+
+    @cached_property
+    def always(self) -> float:
+        """Return the bytes that are there all the time."""
+        return sum(self.held.values()) + self.ring
+
+    @cached_property
+    def at_most(self) -> float:
+        """Return the bytes of gradients and of what moves that are there at most at any instant of backwards."""
+        return sum(self.all) + max(max(*each.nbytes, sum(each.loss), sum(each.end)) for each in self.moving)
 
     @cached_property
     def matrices(self) -> float:
@@ -319,9 +317,14 @@ class _Holding:
 
 
 @lru_cache(maxsize=4096)
-def _holding(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Holding:
+def _holding(model: ModelSpec, plan: ParallelPlan, stage: int) -> Holding:
     """Return what all plans with this key have alike. plan: a `_holding_key`."""
-    return _Holding(model, plan, stage)
+    return Holding(model, plan, stage)
+
+
+def holding_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> Holding:
+    """Return what a stage's rank holds and moves. stage: the first of those that are alike."""
+    return _holding(model, _holding_key(plan), stage)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -370,16 +373,24 @@ class _Activations:
         ]
 
     @cached_property
-    def _most(self) -> list[list[float]]:
-        """Return the bytes of this micro-batch at the fullest instant of each part's backward."""
+    def with_interiors(self) -> list[list[float]]:
+        """Return the bytes of this micro-batch as each part's backward begins, with what recomputation brings back."""
         return [
             [
-                before + footprint.again + footprint.transient
+                before + footprint.again
                 for before, footprint in zip(
                     accumulate([each.kept for each in footprints[:-1]], sub, initial=alive), footprints, strict=True
                 )
             ]
             for alive, footprints in zip(self.alive, self.footprints, strict=True)
+        ]
+
+    @cached_property
+    def with_transients(self) -> list[list[float]]:
+        """Return the bytes of this micro-batch at the fullest instant of each part's backward."""
+        return [
+            [before + footprint.transient for before, footprint in zip(nbytes, footprints, strict=True)]
+            for nbytes, footprints in zip(self.with_interiors, self.footprints, strict=True)
         ]
 
     def before(self, turn: int, at: int, alive: float) -> float:
@@ -391,7 +402,7 @@ class _Activations:
 
         first  it is a step's first one, in which gradients come
         """
-        nbytes = list(map(add, self._most[turn], moving.nbytes))
+        nbytes = list(map(add, self.with_transients[turn], moving.nbytes))
         nbytes[0] = max(nbytes[0], self.alive[turn] + self.footprints[turn][0].loss + sum(moving.loss))
         if first:
             come = [sum(gradients) for gradients in moving.gradients]
@@ -416,9 +427,22 @@ def _activations(run: Run, partition: ParallelPlan, stage: int) -> _Activations:
 
 
 @lru_cache(maxsize=256)
-def _ranks(model: ModelSpec, plan: ParallelPlan, stages: tuple[int, ...]) -> _Ranks:
+def ranks_of_stages(model: ModelSpec, plan: ParallelPlan, stages: tuple[int, ...]) -> Ranks:
     """Return ranks; for a while, so that who asked for the first one's bytes does not compute them again."""
-    return _Ranks(model, plan, stages)
+    return Ranks(model, plan, stages)
+
+
+def _sizes(activations: _Activations, numbers: Sequence[int], plan: ParallelPlan) -> list[tuple[float, float]]:
+    """Return a micro-batch's bytes before its backward, and between its two, by chunk. numbers: of these chunks.
+
+    Chunk 0 has but one, that of weights.
+    """
+    splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
+    halves = activations.between if splits else activations.kept
+    whole = [
+        kept if number == 0 else half for number, kept, half in zip(numbers, activations.kept, halves, strict=True)
+    ]
+    return list(zip(activations.kept, whole, strict=True))
 
 
 class _Fullest(NamedTuple):
@@ -426,6 +450,20 @@ class _Fullest(NamedTuple):
 
     peak: Peak
     stage: int
+
+
+class Span(NamedTuple):
+    """Bounds of the bytes of activations at an instant, gradients of weights left out.
+
+    least    that there are at the fullest one; later: at the fullest one when all gradients are there
+    most     than which there are no more
+    weights  than which there are no more beside all gradients of a chunk's weights, in a backward of weights
+    """
+
+    least: float
+    later: float
+    most: float
+    weights: float
 
 
 class _Running(NamedTuple):
@@ -445,28 +483,37 @@ class _Running(NamedTuple):
     passed: float
 
 
-class _Ranks:
+class Ranks:
     """Ranks of the pp axis whose chunks differ in names alone, with what their instants are made of.
 
     stages  of a pipeline; where a schedule's backwards are whole it is one
-    shard   the model states of each
-    base    bytes that are there all the time
     """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stages: tuple[int, ...]) -> None:
         self.model, self.plan = model, plan
         self.stages = stages
         self._alike = first_alike(model, plan, stages[0])
-        self._holding = holding = _holding(model, _holding_key(plan), self._alike)
         self._chunks = {stages[0]: chunks_of_rank(model, plan, stages[0])}
         self._numbers = list(self._chunks[stages[0]])
-        self.shard = holding.shard
         self._every_micro_batch = policy_of(plan).often
         tokens = plan.tokens(model.length)
         self._hidden = float(tokens * model.hidden * plan.compute.itemsize)
         self._norm = NORM * tokens * model.hidden / (plan.tp if plan.mesh.sequence_parallel else 1)
-        batch = 16.0 * plan.micro_batch * model.length * plan.accumulate
-        self.base = holding.held | {"ring": holding.ring + ring_here(model, plan), "batch": batch}
+
+    @cached_property
+    def _holding(self) -> Holding:
+        return holding_of(self.model, self.plan, self._alike)
+
+    @property
+    def shard(self) -> States:
+        """Return the model states of each."""
+        return self._holding.shard
+
+    @cached_property
+    def base(self) -> dict[str, float]:
+        """Return the bytes that are there all the time."""
+        ring = self._holding.ring + ring_here(self.model, self.plan)
+        return self._holding.held | {"ring": ring, "batch": batch_bytes(self.model, self.plan)}
 
     @property
     def units(self) -> Sequence[Sequence[RankUnit]]:
@@ -478,11 +525,6 @@ class _Ranks:
         """Return what a micro-batch keeps."""
         return _activations(run_of(self.model, self.plan), partition_key(self.plan), self._alike)
 
-    @property
-    def gradients(self) -> float:
-        """Return the bytes of all gradients of model states, which are there as a step ends."""
-        return sum(self._holding.all)
-
     def inputs(self) -> float:
         """Return the bytes of inputs on the host, of the rank that has most there."""
         model, plan = self.model, self.plan
@@ -490,25 +532,10 @@ class _Ranks:
             return 0.0
         return max(slots_on_host(model, plan, stage, chunks_of_rank(model, plan, stage)) for stage in self.stages)
 
-    def first_backward(self) -> float:
-        """Return bytes that activations take at least as the first rank's first backward begins."""
-        flights = first_in_flight(self.plan, self.stages[0])
-        return sum(many * min(kept, half) for many, (kept, half) in zip(flights, self._sizes, strict=True))
-
     @cached_property
     def _sizes(self) -> list[tuple[float, float]]:
-        """Return a micro-batch's bytes before its backward, and between its two, by chunk.
-
-        Chunk 0 has but one, that of weights.
-        """
-        activations, plan = self._activations, self.plan
-        splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
-        halves = activations.between if splits else activations.kept
-        whole = [
-            kept if number == 0 else half
-            for number, kept, half in zip(self._numbers, activations.kept, halves, strict=True)
-        ]
-        return list(zip(activations.kept, whole, strict=True))
+        """Return a micro-batch's bytes before its backward, and between its two, by chunk."""
+        return _sizes(self._activations, self._numbers, self.plan)
 
     # --- instants -------------------------------------------------------------------------------
 
@@ -587,6 +614,27 @@ class _Ranks:
             running = _Running(turn, reduces, start, others, passed * self._hidden)
             found += [peak.total for peak in self._of(running)]
         return (1 + 1e-9) * max(found)
+
+    def span(self) -> Span:
+        """Return bounds of the bytes of activations at the fullest instants, for less work than these take."""
+        activations = self._activations
+        least = later = most = weights = 0.0
+        for turn, _, start, others, passed in self._backwards():
+            footprints, moment, alive = activations.footprints[turn], start.moment, activations.alive[turn]
+            low = high = self._sizes[turn][1]
+            if moment.chunk > 0 and moment.kind == WEIGHTS:
+                given = sum(each.for_weights for each in footprints)
+                weights = max(weights, others + passed + low - given)
+            elif moment.chunk > 0 and moment.kind == INPUTS:
+                low = alive + sum(each.skipped + each.for_weights for each in footprints) + self._norm
+                high = low + max(max(each.again + each.transient, each.loss) for each in footprints)
+            else:
+                loss = alive + footprints[0].loss
+                low = max(loss, *activations.with_interiors[turn])
+                high = max(loss, *activations.with_transients[turn])
+            least, most = max(least, others + passed + low), max(most, others + passed + high)
+            later = max(later, others + passed + low) if all(moment.come) else later
+        return Span(least, later, most, weights)
 
     def _passes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Count, by chunk, hidden states beside what is kept of a micro-batch in flight, and gradients in its backward.

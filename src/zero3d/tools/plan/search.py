@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby, product
 from math import inf
 from typing import Any, NamedTuple
@@ -59,7 +60,6 @@ LONG = 16384  # tokens of a sequence from which it may be cut over sp
 DEVICE_MEMORY = "the GPU's memory"
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
-AtLeast = Callable[[ModelSpec, ClusterSpec, ParallelPlan, float], float]
 
 
 def _rounds() -> dict[str, tuple[Tiers, ...]]:
@@ -80,15 +80,25 @@ ROUNDS = _rounds()
 
 
 class Row(NamedTuple):
-    """A plan that fits, what it needs, and why it stands where it does.
+    """A plan that fits, and what it needs.
 
+    said   why it stands where it does; "": as is seen beside the best
     lacks  bytes of the margin for which there is no room; 0 where it fits with the whole margin
+    best   the estimate of the first row, beside which this one is explained; None: it is not
     """
 
     plan: ParallelPlan
     estimate: Estimate
-    reason: str = ""
+    said: str = ""
     lacks: float = 0.0
+    best: Estimate | None = None
+
+    @property
+    def reason(self) -> str:
+        """Say why it stands where it does."""
+        if self.said or self.best is None:
+            return self.said
+        return _strength(self.estimate) if self.estimate is self.best else _why(self.estimate, self.best)
 
 
 class Rejection(NamedTuple):
@@ -126,6 +136,21 @@ class Progress(NamedTuple):
 Watch = Callable[[Progress], None]
 
 
+class Bounds(NamedTuple):
+    """What is known of a plan for less work than `evaluate` takes. It may not see that a plan is refused.
+
+    settled   a plan as the bounds take it, of which other micro-batches may then be made
+    at_least  bytes below which `evaluate` does not find the device's; the first bound above the given number will do
+    at_most   bytes above which it does not find them; infinite where nobody knows, or other tiers may be too small
+    later     what `evaluate` returns of a plan that fits, for less work until its memory is read
+    """
+
+    settled: Callable[[ModelSpec, ClusterSpec, ParallelPlan], ParallelPlan]
+    at_least: Callable[[ModelSpec, ClusterSpec, ParallelPlan, float], float]
+    at_most: Callable[[ModelSpec, ClusterSpec, ParallelPlan], float]
+    later: Evaluate
+
+
 class Target(NamedTuple):
     """What a plan must do.
 
@@ -159,7 +184,7 @@ def search(
     cluster: ClusterSpec,
     target: Target,
     evaluate: Evaluate,
-    at_least: AtLeast | None = None,
+    bounds: Bounds | None = None,
     watch: Watch | None = None,
 ) -> SearchResult:
     """Return all plans of the table that fit, ranked by the goal, those that lack some of the margin last.
@@ -167,16 +192,14 @@ def search(
     Sizes and places are tried in turn until one of their plans has the whole margin. Raises ConfigError for an unknown
     goal or offload.
 
-    at_least  returns bytes below which `evaluate` does not find the device's, for less work: the same plans are found.
-              A bound above the number that it is given will do
-    watch     is told how far the search is. KeyboardInterrupt then ends it, if there is a plan that fits
+    bounds  of plans' memory, by which fewer are priced, and the same are found
+    watch   is told how far the search is. KeyboardInterrupt then ends it, if there is a plan that fits
     """
     for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
         if value not in choices:
             raise ConfigError(f"{option} {value!r} is unknown: pass one of {', '.join(choices)}.")
-    account = _Account(target.room)
-    order = _order(target.goal)
-    price = _Price(evaluate, at_least)
+    account = _Account()
+    price = _Price(evaluate, bounds)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
     best: list[Row] = []  # the first of them, for who watches
@@ -187,9 +210,11 @@ def search(
             groups = list(_groups(model, here, target, tiers, account))
             for done, group in enumerate(groups, 1):
                 before = len(rows)
-                rows += _fitting(group, model, here, price, target, account)
+                few = _Few(group, model, here, price, target, max(0.0, account.misses_by(DEVICE_MEMORY)))
+                few.count(account)
+                rows += few.rows()
                 if watch is not None:
-                    best = sorted([*best, *rows[before:]], key=order)[:1]
+                    best = _ranked([*best, *rows[before:]], target.goal)[:1]
                     watch(Progress(account.priced, done, len(groups), next(iter(best), None)))
             if not all(row.lacks for row in rows):
                 break
@@ -197,7 +222,7 @@ def search(
         if watch is None or not rows:
             raise
         whole = False
-    return SearchResult(_explained(sorted(rows, key=order)), account.rejected(), account.tried, whole)
+    return SearchResult(_explained(_ranked(rows, target.goal)), account.rejected(), account.tried, whole)
 
 
 def _turns(offload: str, model: ModelSpec) -> Iterator[Tiers]:
@@ -227,22 +252,30 @@ def _sizes(cluster: ClusterSpec) -> Iterator[int]:
 
 
 _KEYS: dict[str, Callable[[Row], tuple[float, ...]]] = {
-    "fastest": lambda row: (row.estimate.seconds.mid, row.estimate.memory.allocated),
+    "fastest": lambda row: (row.estimate.seconds.mid,),
     "fewest-gpus": lambda row: (row.plan.world, row.estimate.seconds.mid),
     "largest-batch": lambda row: (-row.plan.micro_batch * row.plan.rows, row.estimate.seconds.mid),
 }
 
 
-def _order(goal: str) -> Callable[[Row], tuple[float, ...]]:
-    """Return the key of rows by which they are ranked."""
-    return lambda row: (float(row.lacks > 0), *_KEYS[goal](row))
+def _ranked(rows: list[Row], goal: str) -> list[Row]:
+    """Return the rows in their order, the fuller behind those that are as good: memory is read of these alone."""
+
+    def key(row: Row) -> tuple[float, ...]:
+        return float(row.lacks > 0), *_KEYS[goal](row)
+
+    ranked: list[Row] = []
+    for _, equals in groupby(sorted(rows, key=key), key):
+        few = list(equals)
+        ranked += few if len(few) == 1 else sorted(few, key=lambda row: row.estimate.memory.allocated)
+    return ranked
 
 
 class _Account:
     """Counts what is rejected, by reason."""
 
-    def __init__(self, room: float) -> None:
-        self.room, self.tried = room, 0
+    def __init__(self) -> None:
+        self.tried = 0
         self.priced = 0
         self._count: dict[str, int] = {}
         self._nearest: dict[str, tuple[float, ParallelPlan, str]] = {}
@@ -293,9 +326,9 @@ def _groups(
                         continue
                     virtual = Schedule.of(schedule).chunks_per_rank
                     whole = ParallelPlan(
-                        zero=Zero(stage, **pipeline_moments(stage, pp)),
+                        zero=_zero(stage, pp),
                         offload=away,
-                        mesh=Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced),
+                        mesh=_mesh(dp, tp, pp, ep, sp, schedule, sliced),
                         precision=cluster.gpu.precision,
                         activations=activations,
                         virtual=virtual,
@@ -307,6 +340,17 @@ def _groups(
                         plan = whole.replace(shard=shard)
                         sizes = _micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account)
                         yield from (_Group(plan, part) for part in _ascending(model, plan, sizes))
+
+
+@lru_cache(maxsize=16)
+def _zero(stage: int, pp: int) -> Zero:
+    return Zero(stage, **pipeline_moments(stage, pp))
+
+
+@lru_cache(maxsize=1024)
+def _mesh(dp: int, tp: int, pp: int, ep: int, sp: int, schedule: str, sliced: bool) -> Mesh:
+    """Return one mesh for all plans of these degrees, which caches then compare at a glance."""
+    return Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced)
 
 
 def _ascending(
@@ -445,42 +489,97 @@ def divisors(number: int) -> list[int]:
 
 
 class _Price(NamedTuple):
-    """Prices a plan, and bounds its memory from below where that costs less."""
+    """Prices plans on a cluster, or bounds their memory where that costs less."""
 
     evaluate: Evaluate
-    at_least: AtLeast | None
+    bounds: Bounds | None
 
 
-def _fitting(
-    group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Price, target: Target, account: _Account
-) -> Iterator[Row]:
-    """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory.
+class _Few:
+    """The plans of a group, priced as far as that is needed: more sequences at a time need more memory.
 
-    One that does not fit by what it takes at least, and is not the nearest by that, is not priced.
+    plans   one for each size
+    priced  estimates by the place of a size
+    sure    how many have the whole margin by what they take at most, the first of them
+    fit     how many fit, these among them
     """
-    for i, (micro, accumulate) in enumerate(group.sizes):
-        account.priced += 1
-        candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
-        plan = faster_reduction(model, candidate, cluster) if candidate.shard > 1 else candidate
-        plan = faster_mixers(model, plan, cluster)
-        above = account.room + max(0.0, account.misses_by(DEVICE_MEMORY))
-        if price.at_least is not None and price.at_least(model, cluster, plan, above) > above:
-            account.reject(DEVICE_MEMORY, len(group.sizes) - i)
-            return
-        estimate = price.evaluate(model, cluster, plan)
-        excess = estimate.memory.device - account.room
-        lacks = estimate.memory.lacks(cluster)
-        if excess > 0 or lacks:
-            if excess > 0:
-                account.too_large(DEVICE_MEMORY, len(group.sizes) - i, plan, excess)
+
+    def __init__(
+        self, group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Price, target: Target, misses: float
+    ) -> None:
+        """Find out how many fit. misses: by how many bytes the nearest plan did not, so far."""
+        first = group.plan.sized(*group.sizes[0])
+        chosen = faster_reduction(model, first, cluster) if first.shard > 1 else first
+        chosen = faster_mixers(model, chosen, cluster)  # all of a group have these alike
+        self.plans = [chosen, *(chosen.sized(*size) for size in group.sizes[1:])]
+        self.priced: dict[int, Estimate] = {}
+        self._model, self._cluster = model, cluster
+        self._price = price
+        self._room, self._share = target.room, target.margin_for(model, chosen).share
+        if price.bounds is None:
+            self.sure, self.fit = 0, next((at for at in range(len(self.plans)) if not self._fits(at)), len(self.plans))
+        else:
+            self.sure, self.fit = self._by_bounds(price.bounds, target.room + misses)
+
+    def rows(self) -> list[Row]:
+        """Return the plans that fit. Of those that have the whole margin for sure, memory is computed if it is read."""
+        bounds = self._price.bounds
+        rows = []
+        for at, plan in enumerate(self.plans[: self.fit]):
+            if at < self.sure and at not in self.priced and bounds is not None:
+                rows.append(Row(plan, bounds.later(self._model, self._cluster, plan)))
             else:
-                tier, more = next(iter(lacks.items()))
-                parts = _on_host(estimate.memory, cluster) if tier == HOST else ""
-                account.too_large(memory_of(tier), len(group.sizes) - i, plan, more, parts)
+                beyond = (1 + self._share) * self._estimate(at).memory.device - self._room
+                rows.append(Row(plan, self._estimate(at), lacks=max(0.0, beyond)))
+        return rows
+
+    def count(self, account: _Account) -> None:
+        """Count all of them: those that do not fit under what the first of them has too little of."""
+        fit, many = self.fit, len(self.plans)
+        account.priced += min(fit + 1, many)
+        account.tried += fit
+        if fit == many:
             return
-        account.tried += 1
-        beyond = (1 + target.margin_for(model, plan).share) * estimate.memory.device - account.room
-        yield Row(plan, estimate, lacks=max(0.0, beyond))
+        if fit not in self.priced:  # by what it takes at least it is not the nearest
+            account.reject(DEVICE_MEMORY, many - fit)
+            return
+        plan, memory = self.plans[fit], self.priced[fit].memory
+        if memory.device > self._room:
+            account.too_large(DEVICE_MEMORY, many - fit, plan, memory.device - self._room)
+            return
+        tier, more = next(iter(memory.lacks(self._cluster).items()))
+        parts = _on_host(memory, self._cluster) if tier == HOST else ""
+        account.too_large(memory_of(tier), many - fit, plan, more, parts)
+
+    def _by_bounds(self, bounds: Bounds, above: float) -> tuple[int, int]:
+        """Return how many have the whole margin for sure, and how many fit. above: bytes beyond which none is priced.
+
+        Between the two the largest is priced first: what is smaller fits if it does.
+        """
+        model, cluster = self._model, self._cluster
+        one = bounds.settled(model, cluster, self.plans[0])
+        plans = [one.sized(plan.micro_batch, plan.accumulate) for plan in self.plans]
+        many = len(plans)
+
+        least = [bounds.at_least(model, cluster, plans[0], above)]
+        while least[-1] <= above and len(least) < many:
+            least.append(bounds.at_least(model, cluster, plans[len(least)], above))
+        sure = fit = len(least) - (least[-1] > above)
+        usable = self._room / (1 + self._share)
+        while sure and (least[sure - 1] > usable or bounds.at_most(model, cluster, plans[sure - 1]) > usable):
+            sure -= 1
+        while fit > sure and not self._fits(fit - 1):
+            fit -= 1
+        return sure, fit
+
+    def _estimate(self, at: int) -> Estimate:
+        if at not in self.priced:
+            self.priced[at] = self._price.evaluate(self._model, self._cluster, self.plans[at])
+        return self.priced[at]
+
+    def _fits(self, at: int) -> bool:
+        memory = self._estimate(at).memory
+        return memory.device <= self._room and not memory.lacks(self._cluster)
 
 
 def memory_of(tier: str) -> str:
@@ -496,24 +595,24 @@ def _on_host(memory: Memory, cluster: ClusterSpec) -> str:
 
 
 def _explained(rows: list[Row]) -> list[Row]:
-    """Return the rows, each with what sets it apart from the first."""
-    return [row._replace(reason=_why(row, rows[0]) if i else _strength(row)) for i, row in enumerate(rows)]
+    """Return the rows, each beside the first one, which sets it apart."""
+    return [row._replace(best=rows[0].estimate) for row in rows]
 
 
-def _strength(row: Row) -> str:
-    seconds = row.estimate.seconds
+def _strength(estimate: Estimate) -> str:
+    seconds = estimate.seconds
     largest = sorted(seconds.parts.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {100 * value / seconds.mid:.0f} %" for name, value in largest if value > 0)
 
 
-def _why(row: Row, best: Row) -> str:
+def _why(estimate: Estimate, best: Estimate) -> str:
     """Name the parts of the step that take longer than in the best plan, the greatest first."""
-    ours, theirs = row.estimate.seconds, best.estimate.seconds
+    ours, theirs = estimate.seconds, best.seconds
     more = {name: value - theirs.parts.get(name, 0.0) for name, value in ours.parts.items()}
     worst = [(name, excess) for name, excess in sorted(more.items(), key=lambda item: -item[1]) if excess > 0][:2]
     reasons = [f"{name} {_signed_seconds(excess)}" for name, excess in worst if excess > 0.002 * theirs.mid]
-    saved = best.estimate.memory.allocated - row.estimate.memory.allocated
-    if saved > 0.02 * best.estimate.memory.allocated:
+    saved = best.memory.allocated - estimate.memory.allocated
+    if saved > 0.02 * best.memory.allocated:
         reasons.append(f"saves {saved / (1 << 30):.1f} GiB")
     return ", ".join(reasons) or "as fast"
 

@@ -513,6 +513,15 @@ class ParallelPlan(Spec):
         vars(made).update(now | by_section(placed(settings, PLAN_KEYWORDS), now))
         return made
 
+    def sized(self, micro_batch: int, accumulate: int) -> ParallelPlan:
+        """Return the plan with other micro-batches: `replace` for those, without looking up whose keys they are."""
+        made = object.__new__(ParallelPlan)
+        now = vars(made)
+        now.update(vars(self))
+        now.pop("_hash", None)
+        now.update(micro_batch=micro_batch, accumulate=accumulate)
+        return made
+
     @property
     def schedule(self) -> str:
         """Return the order of a pipeline's forwards and backwards."""

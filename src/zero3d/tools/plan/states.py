@@ -119,7 +119,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return plan.replace(
         offload=_away(plan.offload),
-        mesh=_cut(plan.mesh),
+        mesh=without_sequences(plan.mesh),
         micro_batch=1,
         accumulate=many,
         activations="none",
@@ -138,7 +138,7 @@ def _away(offload: Offload) -> Offload:
 
 
 @lru_cache(maxsize=4096)
-def _cut(mesh: Mesh) -> Mesh:
+def without_sequences(mesh: Mesh) -> Mesh:
     """Return what states and buffers depend on of a mesh."""
     return replace(mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto", sp_mixers="auto")
 

@@ -541,17 +541,24 @@ def _reduced_width(plan: ParallelPlan) -> float:
 
 def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with `reduce_scatter` auto, or what is faster than the engine's rule if anything is."""
-    accumulate = min(2, plan.accumulate)
-    alike = plan.replace(micro_batch=1, accumulate=accumulate, activations="none", tiled_loss=False)
-    choice = _fastest_reduction(model, alike, cluster)
+    elements = model.trainable / plan.tp / max(1, len(model.blocks))
+    sections = plan.zero, plan.offload, _without_slices(plan.mesh)
+    choice = _fastest_reduction(elements, *sections, plan.precision, min(2, plan.accumulate), cluster)
     return plan if choice == plan.zero.reduce_scatter else plan.replace(reduce_scatter=choice)
 
 
+@lru_cache(maxsize=1024)
+def _without_slices(mesh: Mesh) -> Mesh:
+    return replace(mesh, sequence_parallel=False)
+
+
 @lru_cache(maxsize=4096)
-def _fastest_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> str:
-    """Return the choice; the first of those that are as fast."""
+def _fastest_reduction(
+    elements: float, zero: Zero, offload: Offload, mesh: Mesh, precision: str, accumulate: int, cluster: ClusterSpec
+) -> str:
+    """Return the choice; the first of those that are as fast. elements: of a block on a rank."""
+    plan = ParallelPlan(zero=zero, offload=offload, mesh=mesh, precision=precision, accumulate=accumulate)
     group = Groups.of(plan, cluster).shard
-    elements = model.trainable / plan.tp / max(1, len(model.blocks))
 
     def seconds(choice: str) -> float:
         width, seconds_of = _reduction(plan.replace(reduce_scatter=choice), cluster)
