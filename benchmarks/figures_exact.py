@@ -128,6 +128,13 @@ def plan_72b() -> str:
     return block("\n".join([run["command"], "", *first_plans(run["result"])]))
 
 
+def plan_72b_first() -> str:
+    """The command, and what its answer recommends."""
+    [run] = load("plan-72b")["runs"]
+    lines = first_plans(run["result"])
+    return block("\n".join([run["command"], "", *lines[: lines.index("")], "..."]))
+
+
 def first_plans(text: str) -> list[str]:
     """What an answer recommends, its first three plans of two lines each, and what was left out first."""
     lines = text.splitlines()
@@ -273,6 +280,7 @@ EXACT: dict[str, Callable[[], str]] = {
     "vision-types": vision_types,
     "vision-counts": vision_counts,
     "plan-72b": plan_72b,
+    "plan-72b-first": plan_72b_first,
     "plan-llava": plan_llava,
     "plan-llava-job": plan_llava_job,
     "states-72b": states_72b,

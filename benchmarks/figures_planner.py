@@ -87,7 +87,7 @@ def narrowing() -> str:
         [s["set"], f"{s['rows']}", *(f"{100 * value:.1f} %" for value in (s["before"], s["after"], s["errors"][-1]))]
         for s in run["narrowed"]
     ]
-    nine = f"Nine in ten of all corrected plans lie within {100 * run['spread']:.1f} %."
+    nine = f"Half of these sets have nine in ten of their corrected plans within {100 * run['spread']:.1f} %."
     return table(["set", "runs on more GPUs", "as planned: mean", "corrected: mean", "worst"], rows) + "\n\n" + nine
 
 

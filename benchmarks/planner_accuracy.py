@@ -321,7 +321,7 @@ def main() -> int:
     for pairs in narrowed(blind):
         print(told.format(**pairs))
     if (spread := spread_of(narrowed(blind))) is not None:
-        print(f"nine in ten corrected plans lie within {100 * spread:.1f} %")
+        print(f"half of the sets have nine in ten corrected plans within {100 * spread:.1f} %")
     return 0
 
 

@@ -101,9 +101,9 @@ def narrowed(points: Iterable[Point]) -> list[dict[str, Any]]:
 
 
 def spread_of(found: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the error that nine in ten corrected plans of `narrowed` do not exceed, None without any."""
-    errors = sorted(error for each in found for error in each["errors"])
-    return _ninth(errors) if errors else None
+    """Return the median over sets of the error that nine in ten corrected plans do not exceed, None without any."""
+    errors = sorted(_ninth(each["errors"]) for each in found)
+    return errors[len(errors) // 2] if errors else None
 
 
 def _factor(larger: Point, runs: Sequence[Point]) -> float | None:

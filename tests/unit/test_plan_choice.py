@@ -59,7 +59,8 @@ def test_axes_are_less_simple_in_their_order_and_states_off_the_device_than_any(
 
 
 def test_the_simplest_of_plans_as_fast_as_the_fastest_is_recommended():
-    rows = [row(10.0, pp=4), row(10.5, dp=2, tp=2), row(10 * (1 + EQUAL), dp=4, stage=1), row(10.9, dp=4, stage=0)]
+    times = [10 * (1 + share * EQUAL) for share in (0, 0.5, 1, 1.1)]
+    rows = [row(times[0], pp=4), row(times[1], dp=2, tp=2), row(times[2], dp=4, stage=1), row(times[3], dp=4, stage=0)]
     found = choose(rows)
     assert (found.row, found.fastest, found.equal) == (rows[2], rows[0], 3)
     assert choose(rows[3:]) == (rows[3], rows[3], 1)

@@ -685,13 +685,19 @@ def test_a_device_that_is_faster_than_its_host_waits_for_launches():
     assert milliseconds(counted(layers()))["host"] == 0
 
 
-def test_the_range_of_a_step_narrows_where_steps_were_measured():
-    usual, narrowed = (
-        step_seconds(layers(), ParallelPlan(), replace(HOST, spread=spread), Pace({}, kernels=PLAIN))
-        for spread in (None, 0.1)
-    )
-    assert (usual.low, usual.high) == (pytest.approx(0.85 * usual.mid), pytest.approx(1.2 * usual.mid))
-    assert (narrowed.low, narrowed.high) == (pytest.approx(0.9 * usual.mid), pytest.approx(1.1 * usual.mid))
+def test_the_range_of_what_a_rank_computes_narrows_where_steps_were_measured():
+    """Communication, which no smaller run has had, stays as uncertain as it was."""
+    for plan in (ParallelPlan(), ParallelPlan(dp=4, stage=3)):
+        usual, narrowed = (
+            step_seconds(layers(), plan, replace(HOST, spread=spread), Pace({}, kernels=PLAIN))
+            for spread in (None, 0.1)
+        )
+        sent = usual.parts.get("dp", 0.0)
+        assert (sent > 0) == (plan.dp > 1)
+        assert (usual.low, usual.high) == (pytest.approx(0.85 * usual.mid), pytest.approx(1.2 * usual.mid))
+        own = usual.mid - sent
+        assert narrowed.low == pytest.approx(0.9 * own + 0.85 * sent)
+        assert narrowed.high == pytest.approx(1.1 * own + 1.2 * sent)
 
 
 def test_a_loss_in_tiles_makes_its_logits_again():

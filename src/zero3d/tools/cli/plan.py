@@ -53,7 +53,7 @@ from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import EXAMPLE
-from zero3d.tools.plan.search import GOALS, LONG, OFFLOADS, Progress, Row, SearchResult, Target, resized, search
+from zero3d.tools.plan.search import GOALS, LONG, OFFLOADS, Bounds, Progress, Row, SearchResult, Target, resized, search
 from zero3d.tools.plan.spec import ClusterSpec, Evaluate, Forward, ModelSpec
 from zero3d.tools.plan.what_if import what_if
 
@@ -175,7 +175,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     priced = cache(
         evaluate if lengths is None else with_lengths(evaluate, lengths)
     )  # knobs and rungs are in part what the search has tried
-    result = _searched(model, cluster, target, priced)
+    bounds = BOUNDS if lengths is None else BOUNDS._replace(later=priced)
+    result = _searched(model, cluster, target, priced, bounds)
     if not result.whole:
         print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
     if not result.rows:
@@ -202,7 +203,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     return 0 if result.whole else STOPPED
 
 
-def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate) -> SearchResult:
+def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate, bounds: Bounds) -> SearchResult:
     """Search, with a line on how far that is.
 
     Python looks for no cycles meanwhile: there are none among a million small objects, and caches keep most of them.
@@ -211,7 +212,7 @@ def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Ev
     gc.disable()
     try:
         with ProgressLine() as line:
-            return search(model, cluster, target, priced, BOUNDS, partial(_show, line))
+            return search(model, cluster, target, priced, bounds, partial(_show, line))
     finally:
         if collects:
             gc.enable()

@@ -218,7 +218,7 @@ _MARGINS = (
     ("qlora", 0.13, _ALL),
     ("offload", 0.13, "a guess: the largest of the other kinds'"),
 )
-_NARROWED = "9 of 10 published runs lie within it, planned with the factor of a smaller run of their system"
+_NARROWED = "the median over published sets of what 9 of 10 plans do not exceed, corrected by a smaller run"
 _APART = "of published pairs whose plans differ by more, 19 in 20 are ranked as they were measured"
 _STRAGGLERS = "MegaScale: one node in 200 took a tenth longer, and all waited for it (Jiang et al. 2024)"
 OTHER_CONSTANTS = (
@@ -244,7 +244,7 @@ OTHER_CONSTANTS = (
         for kind, share, source in _MARGINS
     ),
     assumed("step", "apart", 0.04, "of a step, by which two plans' seconds differ for sure", _APART),
-    assumed("step", "spread", 0.12, "of planned seconds, either way, once a smaller run was measured", _NARROWED),
+    assumed("step", "spread", 0.1, "of what a rank computes, either way, once a run was measured", _NARROWED),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
     assumed(

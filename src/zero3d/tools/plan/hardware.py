@@ -266,7 +266,7 @@ def _check_number(name: str, fields: Mapping[str, Any]) -> None:
         or (value == 0 and not name.endswith((".latency", ".half", ".partners")) and "step." not in name)
     ):
         raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
-    if name in SHARES and value > 1:
+    if name in SHARES and value is not None and value > 1:
         raise ConfigError(f"{name} is {value:g}: it is a share, at most 1.")
 
 

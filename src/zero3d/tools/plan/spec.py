@@ -396,8 +396,8 @@ class ClusterSpec:
     disk            bytes per second and node, read and written in turns
     step            what steps were measured to take beside; None: the planner's constants
     communicator    bytes of one of NCCL's communicators; None: the planner's constant
-    spread          share by which a step may take less or more than planned, where steps were measured here; None: the
-                    planner's constants
+    spread          share by which a rank's own work may take less or more than planned, where steps were measured here;
+                    None: the planner's constants, as of communication, waits and bubbles in any case
     provenance      field name -> measured | datasheet | user
     """
 

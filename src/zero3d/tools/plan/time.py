@@ -70,6 +70,7 @@ Collective = Callable[[float, Group, ClusterSpec], float]
 CODING = constant("links", "coding")
 SLOW, SLOWER = constant("nodes", "slow"), constant("nodes", "slower")
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
+MEASURED = ("matrices", "attention", "rest", "recompute", "host", "optimizer", "fixed")  # what a run on few GPUs fixes
 
 
 class Cut(NamedTuple):
@@ -215,8 +216,10 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     if waits := straggling(plan, cluster):
         parts["stragglers"] = waits * sum(parts.values())
     mid = sum(parts.values())
-    low, high = UNCERTAIN if cluster.spread is None else (1 - cluster.spread, 1 + cluster.spread)
-    return Seconds(low * mid, mid, high * mid, parts)
+    low, high = (each - 1 for each in UNCERTAIN)
+    fixed = 0.0 if cluster.spread is None else sum(parts[kind] for kind in MEASURED if kind in parts)
+    spread = fixed * (cluster.spread or 0.0)
+    return Seconds(mid + low * (mid - fixed) - spread, mid, mid + high * (mid - fixed) + spread, parts)
 
 
 def straggling(plan: ParallelPlan, cluster: ClusterSpec) -> float:
