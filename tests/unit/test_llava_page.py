@@ -1,6 +1,7 @@
 """docs/llava.md: every flag of LLaVA's scripts has a row, every key in it is one, the example has the script's values, and
 what it says of other models is so."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import vision
 from zero3d.config import load
 from zero3d.config.keys import KEYS
 from zero3d.pipeline.split import chain_of
+from zero3d.tools.cli.main import main
 from zero3d.tools.sim.images import find_images
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,23 @@ def test_the_example_has_the_scripts_values():
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-4, 0)
     assert config.optimizer.groups == ({"match": "multi_modal_projector", "lr": 2e-5},)
     assert (config.schedule.name, config.schedule.warmup) == ("cosine", 0.03)
-    assert (batch.epochs, batch.micro_batch, config.zero.stage) == (1, 16, 3)
+    assert (batch.epochs, batch.batch) == (1, 64)
     assert (config.data.length, config.data.workers, config.data.group_by_modality) == (2048, 4, True)
-    assert (config.precision, config.activations, config.checkpoint.keep) == ("bf16", "full", 1)
+    assert (config.precision, config.checkpoint.keep) == ("bf16", 1)
+
+
+@pytest.mark.long
+def test_the_examples_settings_are_the_planners_choice(tmp_path, capsys):
+    """At its own 64 sequences, on the cards that it names; the folder of its model is a preset here, and has no data."""
+    text = (ROOT / "examples" / "llava_lora.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("models/llava-1.5-7b-hf", "llava-1.5-7b"))
+    assert main(["plan", str(tmp_path / "run.yaml"), "--json", "--emit", str(tmp_path / "planned.yaml")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["gpus"], told["gpu"], told["sequences"]) == (4, "a6000", 64)
+    own, planned = load(tmp_path / "run.yaml"), load(tmp_path / "planned.yaml")
+    assert (planned.train.batch, planned.train.accumulate) == (64, 64 // (4 * own.train.micro_batch))
+    chosen = [
+        (each.train.micro_batch, each.zero.stage, each.activations, each.mesh.tp or 1, each.mesh.pp or 1)
+        for each in (planned, own)
+    ]
+    assert chosen[0] == chosen[1]

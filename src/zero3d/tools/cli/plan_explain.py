@@ -18,7 +18,16 @@ from zero3d.spec.sections import planned
 from zero3d.spec.text import binary, columns
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 from zero3d.tools.cli.kept_specs import open_spec
-from zero3d.tools.cli.plan_options import format_of, lora_of, margin_of, number, open_cluster, price_of, room_of
+from zero3d.tools.cli.plan_options import (
+    format_of,
+    lora_of,
+    margin_of,
+    number,
+    open_cluster,
+    price_of,
+    remembered_of,
+    room_of,
+)
 from zero3d.tools.cli.planned_file import lengths_of
 from zero3d.tools.cli.preflight import check_tp
 from zero3d.tools.cli.train import config_source
@@ -105,11 +114,12 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     margin = margin_of(arguments.margin)
     if arguments.quantize:
         config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
-    cluster = open_cluster(arguments, config.plan)
+    remembered = remembered_of(config.plan, overrides)
+    cluster = open_cluster(arguments, remembered)
     if not is_called(config.model):
         check_model_path(config.model)
         check_tp(config)
-    said = arguments.gpus or arguments.nodes or arguments.cluster or config.plan.gpus
+    said = arguments.gpus or arguments.nodes or arguments.cluster or remembered.gpus
     plan = plan_of(config, cluster.gpus if said else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora
     model = open_spec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zero3d.config import Lora
@@ -47,6 +48,11 @@ def open_cluster(arguments: argparse.Namespace, planned: Plan = Plan()) -> Clust
         raise ConfigError(f"--watts {arguments.watts:g}: type the watts of a GPU, above 0.")
     sources = {**found.provenance, "gpu.power": "--watts"}
     return replace(found, gpu=replace(found.gpu, power=arguments.watts), provenance=sources)
+
+
+def remembered_of(planned: Plan, words: Sequence[str]) -> Plan:
+    """Return what a file remembers of its cluster: a mesh that is typed is for as many GPUs as it has itself."""
+    return replace(planned, gpus=None, nodes=None) if any(word.startswith("mesh.") for word in words) else planned
 
 
 def price_of(arguments: argparse.Namespace) -> float | None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zero3d.config import Config, split_words
 from zero3d.errors import ConfigError
 from zero3d.spec.text import binary, columns, count, size
+from zero3d.tools.cli.plan_options import remembered_of
 from zero3d.tools.cli.preflight import check_transformers
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, say, time_left
 from zero3d.tools.cli.train import check_ranks, config_source, quiet_libraries
@@ -68,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     from zero3d.tools.sim.result import to_json
     from zero3d.tools.sim.simulate import Interrupted, simulate
 
+    config = replace(config, plan=remembered_of(config.plan, overrides))
     world = arguments.ranks or config.plan.gpus or ranks_here(config.mesh)
     cards = cards_of(config, world, arguments.gpu, arguments.nodes)
     nodes = arguments.nodes or (1 if cards is None else cards.hosts)
