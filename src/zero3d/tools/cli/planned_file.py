@@ -103,9 +103,9 @@ class RunFile(NamedTuple):
                 tree[name] = merged
         train = {key: value for key, value in (self.tree.get("train") or {}).items() if key not in REPLACED}
         tree["train"] = {**train, **{key: value for key, value in planned["train"].items() if key in PORTIONS}}
-        for section, key in NARROW:
-            if key in planned.get(section, {}):
-                tree[section] = {**(self.tree.get(section) or {}), key: planned[section][key]}
+        for where, key in NARROW:
+            if key in planned.get(where, {}):
+                tree[where] = {**(self.tree.get(where) or {}), key: planned[where][key]}
         tree["data"] = {**(self.tree.get("data") or {}), "length": planned["data"]["length"]}
         if "packing" in planned["data"]:
             tree["data"]["packing"] = planned["data"]["packing"]

@@ -260,6 +260,11 @@ class _Turn(NamedTuple):
         """Return what a target asks for."""
         return cls(tiers, target.quantize, target.optimizer)
 
+    def having(self, settings: Mapping[str, str]) -> _Turn:
+        """Return the same with other settings."""
+        now = self._asdict() | dict(settings)
+        return _Turn(**now)
+
     def reduces_alone(self, target: Target) -> bool:
         """Return whether it differs from what was asked in reductions alone, of which a rank by itself has none."""
         asked = _Turn.of(target, self.tiers)
@@ -279,7 +284,7 @@ def _turns(target: Target, model: ModelSpec, packs: bool, precision: str) -> Ite
         if tiers == NEAR and target.rounds:
             for each in turns:
                 known = _Turn.of(target, each)
-                yield from (known._replace(**settings) for settings in _roundings(target, packs, precision))
+                yield from (known.having(settings) for settings in _roundings(target, packs, precision))
 
 
 def _roundings(target: Target, packs: bool, precision: str) -> Iterator[Mapping[str, str]]:
