@@ -14,6 +14,7 @@ from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.offload import Offload
+from zero3d.tools.page.plan_text import rounded, settings
 from zero3d.tools.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.tools.plan.estimate import BOUNDS, evaluate
 from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
@@ -133,6 +134,67 @@ def test_plans_inside_the_margin_decide_only_where_no_place_of_states_leaves_it_
     assert none.rows
     assert all(row.lacks for row in none.rows)
     assert [row.estimate.seconds.mid for row in none.rows] == sorted(row.estimate.seconds.mid for row in none.rows)
+
+
+MOMENTS = gpt(4, 1024, 8, 50304, 256)
+
+
+def states_alone(model, place, plan):
+    """Bytes that a parameter takes, of codes for moments where the optimizer has them, and of bf16 for reductions."""
+    moments = 2 if plan.optimizer == "adamw8bit" else 8
+    reduced = 2 if plan.zero.reduce_dtype == "bf16" else 4
+    base = {None: 0, "nf4": 2, "nf4-double": 1}[plan.quantize]
+    away = 8 if plan.offload.optimizer == "host" else 0
+    used = 1e6 * (10 + moments + reduced + base - away)
+    memory = Memory(used, used, used, used, 0.0)
+    return replace(price(model, place, plan), memory=memory)
+
+
+@pytest.mark.parametrize(("millions", "quantize", "kinds"), [
+    (24, "nf4", {("adamw", "fp32", "nf4", "none")}),
+    (23, "nf4", {("adamw", "fp32", "nf4-double", "none")}),
+    (22, None, {("adamw", "fp32", None, "none")}),
+    (20, None, {("adamw", "bf16", None, "none")}),
+    (16, None, {("adamw8bit", "fp32", None, "none")}),
+    (15, "nf4", {("adamw8bit", "bf16", "nf4-double", "none")}),
+])  # fmt: skip
+def test_what_rounds_more_is_tried_before_states_leave_and_only_where_nothing_fits_without(millions, quantize, kinds):
+    place, seen = cluster("a100-80", 2), []
+
+    def packed(wanted):
+        seen.append(wanted)
+        return replace(MOMENTS, name=f"in {wanted}")
+
+    target = Target(2, 1e6 * millions, quantize=quantize, margin=0.0)
+    result = search(MOMENTS, place, target, states_alone, packed=packed)
+    found = {
+        (p.optimizer, p.zero.reduce_dtype, p.quantize, p.offload.optimizer) for p in (row.plan for row in result.rows)
+    }
+    assert found == kinds
+    assert seen == ["nf4-double"] * any(kind[2] == "nf4-double" for kind in kinds)
+    assert result.models[result.rows[0].plan.quantize].name == ("in nf4-double" if seen else MOMENTS.name)
+    exactly = search(MOMENTS, place, target._replace(rounds=False), states_alone, packed=packed)
+    wide = {(row.plan.optimizer, row.plan.zero.reduce_dtype, row.plan.quantize) for row in exactly.rows}
+    assert wide <= {("adamw", "fp32", quantize)}
+
+
+def test_a_rank_alone_is_offered_no_other_reductions():
+    result = search(MOMENTS, cluster("a100-80", 1), Target(2, 20e6, margin=0.0), states_alone)
+    assert {row.plan.optimizer for row in result.rows} == {"adamw8bit"}
+    assert {row.plan.zero.reduce_dtype for row in result.rows} == {"fp32"}
+
+
+def test_a_plan_that_rounds_more_says_so_and_why():
+    model, place = gpt(8, 1024, 16, 50304, 512), cluster("a100-80", 2)
+    plan = ParallelPlan(dp=2, stage=1, optimizer="adamw8bit", reduce_dtype="bf16")
+    notes = evaluate(model, place, plan).notes
+    assert any("without optimizer.name=adamw8bit: moments are rounded differently" in note for note in notes)
+    assert any("without zero.reduce_dtype=bf16: gradients are rounded differently" in note for note in notes)
+    assert "moments in 8 bits, reductions in bf16" in settings(plan)
+    assert rounded(plan, Target(2, 1e9)) == "moments in 8 bits, reductions in bf16"
+    assert rounded(plan.replace(reduce_dtype="fp32"), Target(2, 1e9, optimizer="adamw8bit")) == ""
+    assert train_config(model, plan, "demo", None)["optimizer"] == {"name": "adamw8bit"}
+    assert train_config(model, plan, "demo", None)["zero"]["reduce_dtype"] == "bf16"
 
 
 def test_the_fewest_gpus_are_those_that_leave_the_margin():

@@ -300,7 +300,9 @@ LARGE = gpt(4, 4096, 32, 50304, 1024)  # 1.2 billion parameters: 22 GB of states
 def found(memory=9e9, offload="auto", **fields):
     small = replace(A100.gpu, memory=memory)
     place = replace(cluster("a100-80", 2), gpu=small, **fields)
-    return place, search(LARGE, place, Target(32, 0.95 * memory, "fastest", offload, margin=0.0), evaluate)
+    return place, search(
+        LARGE, place, Target(32, 0.95 * memory, "fastest", offload, margin=0.0, rounds=False), evaluate
+    )
 
 
 def test_states_leave_where_nothing_fits_otherwise():
@@ -372,7 +374,7 @@ def answer():
     best = result.rows[0]
     rungs = ladder(LARGE, place, 32, 8e9, evaluate)
     return plan_text.Answer(
-        LARGE, place, Target(32, 8e9, margin=0.0), result, rungs, what_if(best, LARGE, place, evaluate)
+        LARGE, place, Target(32, 8e9, margin=0.0, rounds=False), result, rungs, what_if(best, LARGE, place, evaluate)
     )
 
 

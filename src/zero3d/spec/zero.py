@@ -32,6 +32,7 @@ class Zero:
         choices=PRECISIONS,
         keyword="in which gradients are reduced, none narrower than they are; they travel in a narrower one where "
         "nothing is rounded by that",
+        said="reductions in {}",
         advice=ROUNDS,
     )
     release: str = key(

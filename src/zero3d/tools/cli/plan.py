@@ -53,7 +53,19 @@ from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
 from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.rollout import EXAMPLE
-from zero3d.tools.plan.search import GOALS, LONG, OFFLOADS, Bounds, Progress, Row, SearchResult, Target, resized, search
+from zero3d.tools.plan.search import (
+    GOALS,
+    LONG,
+    OFFLOADS,
+    Bounds,
+    Packed,
+    Progress,
+    Row,
+    SearchResult,
+    Target,
+    resized,
+    search,
+)
 from zero3d.tools.plan.spec import ClusterSpec, Evaluate, Forward, ModelSpec
 from zero3d.tools.plan.what_if import what_if
 
@@ -176,7 +188,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         evaluate if lengths is None else with_lengths(evaluate, lengths)
     )  # knobs and rungs are in part what the search has tried
     bounds = BOUNDS if lengths is None else BOUNDS._replace(later=priced)
-    result = _searched(model, cluster, target, priced, bounds)
+    packed = partial(open_model, arguments, path, file, cluster.gpu.name != CPU)
+    result = _searched(model, cluster, target, priced, bounds, packed if path else None)
     if not result.whole:
         print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
     if not result.rows:
@@ -185,6 +198,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
             return 1
         raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
     best = choose(result.rows, target.goal).row
+    model = result.models[best.plan.quantize]
     used = resized(cluster, best.plan.world)
     limit = target.usable(model, best.plan)
     rungs = ladder(model, used, target.sequences, limit, priced, target.optimizer)
@@ -203,7 +217,9 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     return 0 if result.whole else STOPPED
 
 
-def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate, bounds: Bounds) -> SearchResult:
+def _searched(
+    model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate, bounds: Bounds, packed: Packed | None
+) -> SearchResult:
     """Search, with a line on how far that is.
 
     Python looks for no cycles meanwhile: there are none among a million small objects, and caches keep most of them.
@@ -212,7 +228,7 @@ def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Ev
     gc.disable()
     try:
         with ProgressLine() as line:
-            return search(model, cluster, target, priced, bounds, partial(_show, line))
+            return search(model, cluster, target, priced, bounds, partial(_show, line), packed)
     finally:
         if collects:
             gc.enable()
@@ -234,12 +250,17 @@ def search_text(progress: Progress, seconds: float) -> str:
 
 
 def open_model(
-    arguments: argparse.Namespace, path: str | None, file: RunFile | None = None, on_card: bool = False
+    arguments: argparse.Namespace,
+    path: str | None,
+    file: RunFile | None = None,
+    on_card: bool = False,
+    quantize: str | None = None,
 ) -> ModelSpec:
     """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError.
 
     file     a run's, whose model it is
     on_card  its mixers call kernels, as on a card
+    quantize the format of frozen layers, in the place of what was asked
     """
     length = None if arguments.seq is None else tokens_of(arguments.seq)
     if length is not None and length < 2:
@@ -254,11 +275,11 @@ def open_model(
         return of_params(parse_params(arguments.params), length or MOST)
     lora = lora_of(arguments.lora) if arguments.lora else None
     if file is not None:
-        return file.model(length, lora, on_card)
+        return file.model(length, lora, on_card, quantize)
     if arguments.quantize and lora is None:
         raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
-    chosen = Model(quantize=format_of(arguments.quantize))
+    chosen = Model(quantize=quantize or format_of(arguments.quantize))
     return open_spec(path, length, chosen=chosen, lora=lora, packed=packed, beyond=True, forward=Forward(on_card))
 
 
@@ -313,7 +334,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         bigger = resized(cluster, cluster.gpus * times)
         sequences = -(-target.sequences // bigger.gpus) * bigger.gpus
         offload = "none" if target.offload == "auto" else target.offload
-        wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
+        wanted = target._replace(sequences=sequences, goal="fastest", offload=offload, rounds=False)
         with ProgressLine() as line:
             result = search(model, bigger, wanted, evaluate, BOUNDS, partial(_show, line))
         if result.rows and not result.rows[0].lacks:

@@ -30,6 +30,7 @@ ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
 FOR = "plan"  # the section of what it was planned for
 REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
+NARROW = (("model", "quantize"), ("optimizer", "name"))  # keys that a plan may say where nothing fits otherwise
 PORTIONS = (*REPLACED, "tiled_loss", "compile")  # of train that a plan may say
 
 
@@ -63,17 +64,19 @@ class RunFile(NamedTuple):
                 "explain prices it."
             )
 
-    def model(self, length: int | None, lora: Lora | None, on_card: bool = False) -> ModelSpec:
+    def model(
+        self, length: int | None, lora: Lora | None, on_card: bool = False, quantize: str | None = None
+    ) -> ModelSpec:
         """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
 
-        length, lora  instead of the file's
+        length, lora, quantize  instead of the file's
         on_card       mixers call kernels, as on a card
         """
         config = self.config
         model = open_spec(
             config.model.path,
             length or config.data.length,
-            chosen=config.model,
+            chosen=config.model if quantize is None else replace(config.model, quantize=quantize),
             lora=lora or config.lora,
             packed=bool(config.data.packing),
             freeze=config.freeze,
@@ -100,6 +103,9 @@ class RunFile(NamedTuple):
                 tree[name] = merged
         train = {key: value for key, value in (self.tree.get("train") or {}).items() if key not in REPLACED}
         tree["train"] = {**train, **{key: value for key, value in planned["train"].items() if key in PORTIONS}}
+        for where, key in NARROW:
+            if key in planned.get(where, {}):
+                tree[where] = {**(self.tree.get(where) or {}), key: planned[where][key]}
         tree["data"] = {**(self.tree.get("data") or {}), "length": planned["data"]["length"]}
         if "packing" in planned["data"]:
             tree["data"]["packing"] = planned["data"]["packing"]

@@ -11,6 +11,7 @@ from zero3d.data.files import FILL_ME
 from zero3d.distributed.degrees import AXES, FOLDS
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.text import GIB, binary, columns, count, size
 from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
 from zero3d.spec.zero import Zero
@@ -226,6 +227,7 @@ def settings(plan: ParallelPlan) -> str:
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["loss in tiles"] if plan.tiled_loss is True else []
     words += [] if plan.quantize is None else [f"base in {plan.quantize}"]
+    words += ["moments in 8 bits"] if OPTIMIZERS[plan.optimizer].coded else []
     return ", ".join([*words, *_said(plan.zero, plan), *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
 
 
@@ -261,7 +263,8 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
         plan, away = row.plan, row.plan.offload
         degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp, plan.shard
         places = away.optimizer, away.params, away.gradients
-        kept.setdefault((*degrees, stage_of(plan), plan.schedule, *places), row)
+        narrow = plan.quantize, plan.optimizer, plan.zero.reduce_dtype
+        kept.setdefault((*degrees, stage_of(plan), plan.schedule, *places, *narrow), row)
     return list(kept.values())
 
 
@@ -289,6 +292,8 @@ def _ranked(answer: Answer, top: int) -> Iterator[str]:
         yield "   No plan fits with all states on the GPU: in these plans states leave it."
     elif best.plan.offload.activations_leave:
         yield "   No plan fits with the inputs of recomputed blocks on the GPU: in these plans they wait on the host."
+    if words := rounded(best.plan, target):
+        yield f"   No plan fits without rounding more than was asked: these have {words}, and other bits by that."
     yield from (f"   {line}" for line in places_lines(best.estimate.memory))
 
 
@@ -323,6 +328,14 @@ def _table(rows: Sequence[tuple[int, Row]], answer: Answer) -> Iterator[str]:
         yield f"{indent}{'; '.join(filter(None, [', '.join(words), *lacking(row), row.reason]))}"
     if any(row is best for _, row in rows):
         yield f"   {RECOMMENDED} recommended"
+
+
+def rounded(plan: ParallelPlan, target: Target) -> str:
+    """Say what a plan rounds more than a target asks for; "" where it does not."""
+    words = [f"a base in {plan.quantize}"] if plan.quantize != target.quantize else []
+    words += ["moments in 8 bits"] if plan.optimizer != target.optimizer else []
+    words += [f"reductions in {plan.zero.reduce_dtype}"] if plan.zero.reduce_dtype != Zero.reduce_dtype else []
+    return ", ".join(words)
 
 
 def lacking(row: Row) -> list[str]:

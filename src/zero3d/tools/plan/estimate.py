@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 
 from zero3d.account.transients import logits_bytes
 from zero3d.blueprint.layout import padding_warning
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.spec.bits import FACTS
 from zero3d.spec.mesh import AUTO
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import TIERS
 from zero3d.tools.plan.bounds import memory_at_least, memory_at_most
 from zero3d.tools.plan.footprint import tiles_loss
@@ -50,6 +52,7 @@ WITHOUT_AUTOCAST = "activations are those of a forward without autocast, which k
 TILED = "train.tiled_loss=auto computes the next-token loss in tiles here, without {:.1f} GB of logits"
 KERNELS = "mixers priced as kernels of fla, mamba_ssm and causal_conv1d, by formula; not compared with a published run"
 ONE_DOCUMENT = "mixers priced in torch, with one document in each row: of packed rows they scan each document by itself"
+ROUNDED = "losses are not bitwise those without {}: {}"
 UNPACKED = "planned with one document per sequence: data.packing=true keeps a mask and repeated key-value heads, too"
 
 
@@ -168,12 +171,21 @@ def _notes(
     if plan.tiled_loss is not True and tiles_loss(model, plan):
         nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, plan.compute.itemsize)
         notes.append(TILED.format(nbytes / 1e9))
+    notes += [ROUNDED.format(what, why) for what, why in _rounded(plan)]
     for name in memory.lacks(cluster):
         held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)
         notes.append(f"{name} memory: {held / 1e9:.0f} GB needed on a node of {there / 1e9:.0f} GB")
     units = [unit for units in rank_model(model, plan, 0).units.values() for unit in units] if as_zero3d else []
     padded = padding_warning([unit.layout for unit in units]) if as_zero3d else None
     return (*notes, padded) if padded else tuple(notes)
+
+
+def _rounded(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
+    """Yield what a plan rounds more than it must, and why that changes bits."""
+    if OPTIMIZERS[plan.optimizer].coded:
+        yield f"optimizer.name={plan.optimizer}", FACTS["moments"].why
+    if plan.zero.reduce_dtype == "bf16":
+        yield "zero.reduce_dtype=bf16", FACTS["wire"].why
 
 
 def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:

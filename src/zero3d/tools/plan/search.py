@@ -21,29 +21,34 @@
     off the device     inputs of recomputed blocks on the host                         short sequences
                        optimizer states on the host or a disk, at stage 3 weights, too what is not asked for
     gradients          where states leave: on the device, on the host at stages 2, 3
+    roundings          nf4-double, reductions in bf16, moments in 8 bits               one row fits without
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
 timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest. What fits, and
 lacks bytes of the margin beyond it, is a row behind all others: it says how many (`Row.lacks`).
 
 States leave the device where nothing fits otherwise, for the host before a disk; or as far as the caller says. So do
-the inputs of recomputed blocks of long sequences, before them. The loss of long sequences is computed tile by tile.
+the inputs of recomputed blocks of long sequences, before them. What rounds more than was asked is tried between the
+two, each by itself and then all of it: losses have other bits then, as the row and a note say. The loss of long
+sequences is computed tile by tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, product
 from math import inf
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.spec.formats import NF4, NF4_DOUBLE
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import AUTO, Offload
-from zero3d.spec.optimizer import ADAMW
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 from zero3d.tools.plan.footprint import tiles_loss
@@ -57,6 +62,7 @@ GOALS = ("fastest", "fewest-gpus", "largest-batch")
 OFFLOADS = ("auto", "none", *tiers_of(OPTIMIZER))
 NEAR: Tiers = (Offload(),)
 LONG = 16384  # tokens of a sequence from which it may be cut over sp
+FINER = {NF4.name: NF4_DOUBLE.name}  # a format, and one that takes less
 DEVICE_MEMORY = "the GPU's memory"
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
@@ -116,12 +122,14 @@ class SearchResult(NamedTuple):
 
     tried  plans looked at
     whole  nobody stopped it
+    models  by the format of their frozen layers: the given one, and those that were made for other formats
     """
 
     rows: list[Row]
     rejected: list[Rejection]
     tried: int
     whole: bool = True
+    models: Mapping[str | None, ModelSpec] = MappingProxyType({})
 
 
 class Progress(NamedTuple):
@@ -134,6 +142,7 @@ class Progress(NamedTuple):
 
 
 Watch = Callable[[Progress], None]
+Packed = Callable[[str | None], ModelSpec]
 
 
 class Bounds(NamedTuple):
@@ -160,6 +169,7 @@ class Target(NamedTuple):
     optimizer  the name of its row (spec/optimizer.py)
     quantize   the format of frozen linear layers, whose bytes the model says
     margin     share of planned bytes that must be there beyond them; None: as kinds of runs have it
+    rounds     what rounds more than was asked is tried, too, where nothing fits otherwise
     """
 
     sequences: int
@@ -169,6 +179,7 @@ class Target(NamedTuple):
     optimizer: str = ADAMW
     quantize: str | None = None
     margin: float | None = None
+    rounds: bool = True
 
     def margin_for(self, model: ModelSpec, plan: ParallelPlan) -> Margin:
         """Return the margin of a plan."""
@@ -186,6 +197,7 @@ def search(
     evaluate: Evaluate,
     bounds: Bounds | None = None,
     watch: Watch | None = None,
+    packed: Packed | None = None,
 ) -> SearchResult:
     """Return all plans of the table that fit, ranked by the goal, those that lack some of the margin last.
 
@@ -194,23 +206,26 @@ def search(
 
     bounds  of plans' memory, by which fewer are priced, and the same are found
     watch   is told how far the search is. KeyboardInterrupt then ends it, if there is a plan that fits
+    packed  returns the model with its frozen layers in another format; without it none is tried
     """
     for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
         if value not in choices:
             raise ConfigError(f"{option} {value!r} is unknown: pass one of {', '.join(choices)}.")
     account = _Account()
+    models = {target.quantize: model}
     price = _Price(evaluate, bounds)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
     best: list[Row] = []  # the first of them, for who watches
     whole = True
     try:
-        for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
+        for turn, gpus in product(list(_turns(target, model, packed is not None, cluster.gpu.precision)), sizes):
             here = resized(cluster, gpus)
-            groups = list(_groups(model, here, target, tiers, account))
+            known = models.get(turn.quantize) or models.setdefault(turn.quantize, _packed(packed, turn.quantize))
+            groups = list(_groups(known, here, target, turn, account))
             for done, group in enumerate(groups, 1):
                 before = len(rows)
-                few = _Few(group, model, here, price, target, max(0.0, account.misses_by(DEVICE_MEMORY)))
+                few = _Few(group, known, here, price, target, max(0.0, account.misses_by(DEVICE_MEMORY)))
                 few.count(account)
                 rows += few.rows()
                 if watch is not None:
@@ -222,15 +237,70 @@ def search(
         if watch is None or not rows:
             raise
         whole = False
-    return SearchResult(_explained(_ranked(rows, target.goal)), account.rejected(), account.tried, whole)
+    ranked = _explained(_ranked(rows, target.goal))
+    return SearchResult(ranked, account.rejected(), account.tried, whole, models)
 
 
-def _turns(offload: str, model: ModelSpec) -> Iterator[Tiers]:
-    """Yield what may leave the device, the least first: of long sequences first inputs of recomputed blocks."""
-    for tiers in ROUNDS[offload]:
-        yield tiers
+class _Turn(NamedTuple):
+    """What is tried at a time.
+
+    tiers         what may leave the device
+    quantize      the format of frozen layers
+    optimizer     the name of its row
+    reduce_dtype  in which gradients are reduced
+    """
+
+    tiers: Tiers
+    quantize: str | None
+    optimizer: str
+    reduce_dtype: str = Zero.reduce_dtype
+
+    @classmethod
+    def of(cls, target: Target, tiers: Tiers) -> _Turn:
+        """Return what a target asks for."""
+        return cls(tiers, target.quantize, target.optimizer)
+
+    def having(self, settings: Mapping[str, str]) -> _Turn:
+        """Return the same with other settings."""
+        now = self._asdict() | dict(settings)
+        return _Turn(**now)
+
+    def reduces_alone(self, target: Target) -> bool:
+        """Return whether it differs from what was asked in reductions alone, of which a rank by itself has none."""
+        asked = _Turn.of(target, self.tiers)
+        return self != asked and self._replace(reduce_dtype=asked.reduce_dtype) == asked
+
+
+def _turns(target: Target, model: ModelSpec, packs: bool, precision: str) -> Iterator[_Turn]:
+    """Yield what is tried in turn: what may leave the device, the least first, and between two of these what rounds.
+
+    Of long sequences inputs of recomputed blocks leave first.
+    """
+    for tiers in ROUNDS[target.offload]:
+        turns = [tiers]
         if model.length >= LONG:
-            yield tuple(replace(away, activations=place) for away in tiers for place in tiers_of(INPUTS))
+            turns.append(tuple(replace(away, activations=place) for away in tiers for place in tiers_of(INPUTS)))
+        yield from (_Turn.of(target, each) for each in turns)
+        if tiers == NEAR and target.rounds:
+            for each in turns:
+                known = _Turn.of(target, each)
+                yield from (known.having(settings) for settings in _roundings(target, packs, precision))
+
+
+def _roundings(target: Target, packs: bool, precision: str) -> Iterator[Mapping[str, str]]:
+    """Yield settings that round more than was asked, and save memory by that: each alone, then all."""
+    every = {"quantize": FINER[target.quantize]} if packs and target.quantize in FINER else {}
+    every |= {"reduce_dtype": "bf16"} if precision == "bf16" else {}
+    coded = next((row.name for row in OPTIMIZERS.values() if row.codes == target.optimizer), None)
+    every |= {} if coded is None else {"optimizer": coded}
+    yield from ({key: value} for key, value in every.items())
+    if len(every) > 1:
+        yield every
+
+
+def _packed(packed: Packed | None, quantize: str | None) -> ModelSpec:
+    assert packed is not None  # else no turn has another format
+    return packed(quantize)
 
 
 def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
@@ -314,27 +384,27 @@ class _Group(NamedTuple):
     sizes: list[tuple[int, int]]
 
 
-def _groups(
-    model: ModelSpec, cluster: ClusterSpec, target: Target, tiers: Tiers, account: _Account
-) -> Iterator[_Group]:
+def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, turn: _Turn, account: _Account) -> Iterator[_Group]:
     """Yield groups of plans that differ in the micro-batch alone."""
     for pp, dp, tp in _degrees(model, cluster, target.sequences, account):
-        for stage, away in _stages(dp, tiers):
+        if dp == 1 and turn.reduces_alone(target):
+            continue
+        for stage, away in _stages(dp, turn.tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
                 for activations, (ep, sp, sliced) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
                     if target.sequences % (dp // sp) or (away.activations_leave and activations != "full"):
                         continue
                     virtual = Schedule.of(schedule).chunks_per_rank
                     whole = ParallelPlan(
-                        zero=_zero(stage, pp),
+                        zero=_zero(stage, pp, turn.reduce_dtype),
                         offload=away,
                         mesh=_mesh(dp, tp, pp, ep, sp, schedule, sliced),
                         precision=cluster.gpu.precision,
                         activations=activations,
                         virtual=virtual,
                         tiled_loss=model.length >= LONG or AUTO,
-                        optimizer=target.optimizer,
-                        quantize=target.quantize,
+                        optimizer=turn.optimizer,
+                        quantize=turn.quantize,
                     )
                     for shard in _shards(whole, cluster):
                         plan = whole.replace(shard=shard)
@@ -343,8 +413,8 @@ def _groups(
 
 
 @lru_cache(maxsize=16)
-def _zero(stage: int, pp: int) -> Zero:
-    return Zero(stage, **pipeline_moments(stage, pp))
+def _zero(stage: int, pp: int, reduce_dtype: str) -> Zero:
+    return Zero(stage, reduce_dtype=reduce_dtype, **pipeline_moments(stage, pp))
 
 
 @lru_cache(maxsize=1024)
