@@ -7,9 +7,9 @@
     text     other tokens in the place of images: what a step takes without the tower
     ratio    seconds of the tower over those of all else: (with - text) / text
 
-Seconds are a CPU's, of one thread, so that other programs do not count: medians of forwards and backwards in fp32, since
-backwards of attention in bf16 are several times as slow as a card's on a CPU. The plan is for a card with the rates of
-this core, measured first: products, attention without a mask, copies.
+Seconds are a CPU's, of one thread, so that other programs do not count: medians of forwards and backwards in fp32,
+since backwards of attention in bf16 are several times as slow as a card's on a CPU. The plan is for a card with the
+rates of this core, measured first: products, attention without a mask, copies.
 """
 
 from __future__ import annotations
