@@ -194,7 +194,7 @@ def test_a_frozen_tower_keeps_nothing_and_has_no_backward(family):
 def test_seconds_of_a_frozen_tower_are_those_of_its_forward():
     for plan in (ParallelPlan(), ParallelPlan(stage=3, dp=2, compile=True)):
         frozen, trained = (evaluate(traced(which), SLOW, plan).seconds.parts["tower"] for which in ("none", "all"))
-        assert 2.5 < trained / frozen < 3.5
+        assert 2 < trained / frozen < 3.5
     flops = [evaluate(traced(which), CARD, ParallelPlan()).flops for which in ("none", "all")]
     seen = LENGTH * sum(part.operations.matrices + part.operations.scores for part in towers(traced()))
     assert flops[1] - flops[0] > 1.8 * seen
