@@ -206,6 +206,39 @@ def plan_llava_job() -> str:
     return table([*head, "report: memory", "report: samples/s"], rows)
 
 
+def plan_qwen3_vl() -> str:
+    """A LoRA job of Qwen3-VL-8B as planned, in bf16 and with a base of 4 bits, one image of a megapixel a sequence."""
+    runs = results("plan-qwen3-vl")
+    [prepared] = results("images-prepared")
+    seconds = prepared["decoding"] + prepared["processing"]  # of an image, on one core
+    rows = []
+    for run in runs:
+        plan, memory = run["plan"], run["memory"]
+        gpus = plan["dp"]
+        samples = plan["micro_batch"] * gpus / run["seconds"]["mid"]
+        planned = [f"{memory[place] / GB:.0f} GB" for place in ("device", "host")]
+        share = f"{run['images']['tower_share']:.0%}".replace("%", " %")
+        kind = plan["quantize"] or "bf16"
+        cores = f"{samples / gpus * seconds:.2f}"
+        rows.append([f"{plan['stage']}", f"{gpus}", kind, *planned, f"{samples:.2f}", share, cores])
+    head = ["stage", "GPUs", "base", "a GPU", "the host", "samples/s", "the tower's share", "cores a GPU"]
+    return table(head, rows)
+
+
+def tower_share() -> str:
+    """The tower's seconds over those of all else in a small Qwen3-VL, measured on one core, and as planned."""
+    [run] = results("tower-share")
+    rows = [
+        [
+            name,
+            *(f"{run[name][key]:.2f}" for key in ("ratio", "planned_ratio")),
+            f"{run[name]['off']:+.0%}".replace("%", " %"),
+        ]
+        for name in ("frozen", "trained")
+    ]
+    return table(["tower", "measured", "planned", "off"], rows)
+
+
 def states_72b() -> str:
     """Model states by pipeline stage of examples/72b_128gpu.yaml."""
     [stages] = results("states-72b")
@@ -283,6 +316,8 @@ EXACT: dict[str, Callable[[], str]] = {
     "plan-72b-first": plan_72b_first,
     "plan-llava": plan_llava,
     "plan-llava-job": plan_llava_job,
+    "plan-qwen3-vl": plan_qwen3_vl,
+    "tower-share": tower_share,
     "states-72b": states_72b,
     "doctor": doctor,
     "launches": launches,

@@ -109,6 +109,11 @@ _SLOW_PLANS = "20ae079f58"  # the commit before searches were made fast
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
 _LLAVA_RUN = "zero3d plan explain EXAMPLES/llava_lora.yaml model.path=llava-1.5-7b --gpu a6000 --json activations=full"
 _LLAVA_SHAPES = ((2, 8, 1), (2, 8, 2), (2, 8, 4), (3, 16, 1), (3, 16, 2), (3, 16, 4))  # stage, batch of a GPU, GPUs
+_QWEN_RUN = (
+    "zero3d plan explain model.path=qwen3-vl-8b lora.rank=64 data.length=1536 data.packing=false activations=full "
+    "--gpu a6000 --patches 4096 --json"
+)
+_QWEN_SHAPES = tuple((stage, 4, gpus) for stage in (2, 3) for gpus in (1, 2, 4))
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -154,6 +159,19 @@ RECIPES = {
             timed=False,
             repeats=True,
         ),
+        Recipe(
+            "plan-qwen3-vl",
+            tuple(
+                f"{_QWEN_RUN} zero.stage={stage} train.micro_batch={size} train.batch={size * gpus} mesh.dp={gpus}"
+                f"{packed}"
+                for packed in ("", " model.quantize=nf4")
+                for stage, size, gpus in _QWEN_SHAPES
+            ),
+            timed=False,
+            repeats=True,
+        ),
+        Recipe("images-prepared", ("python benchmarks/tower_share.py --prepare 16 --json OUT",)),
+        Recipe("tower-share", ("python benchmarks/tower_share.py --rounds 7 --json OUT",)),
         Recipe("llava", ("python benchmarks/llava.py --steps 20 --json OUT",)),
         Recipe("states-72b", ("python benchmarks/states.py EXAMPLES/72b_128gpu.yaml",), timed=False, repeats=True),
         Recipe(

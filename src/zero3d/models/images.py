@@ -29,6 +29,7 @@ from zero3d.nested import tensors_in
 
 UNSIZED = (768, 64)  # pixels of an image for towers of any size whose config has no patches: usual, smallest
 SIDE = 448  # pixels of an image for towers that take any size
+MEGAPIXEL = 1024  # pixels of each side of an image of a megapixel
 Sides = tuple[int, int] | None  # tokens of an image, in height and width
 SMALL, WIDE = (2, 2), (2, 3)
 INPUTS = (
@@ -99,6 +100,34 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
     if smallest and (given := vars(base).get(GIVEN)):
         return dict(given)
     return _of_config(model, SMALL if smallest else None)
+
+
+def sized(model: nn.Module) -> bool:
+    """Return whether a model takes images of any size, as patches beside a grid."""
+    takes = inspect.signature(image_model(model).get_image_features).parameters
+    return any(name in takes for name in GRIDS)
+
+
+def image_of(model: nn.Module, patches: int | None = None, tokens: int | None = None) -> dict[str, Tensor]:
+    """Return what `forward` takes for an image [1, ...] of at least so many patches, nearly square.
+
+    patches  None: as many as MEGAPIXEL x MEGAPIXEL pixels have
+    tokens   that it may have at most, where nobody says its patches
+    Of a model that takes no images of any size it is one of those that it takes. Raises ConfigError as `image_inputs`.
+    """
+    if not sized(model):
+        return image_inputs(model)
+    of_token = max(1, patches_of(model, _of_config(model, (1, 1))))
+    if patches is None:
+        side = image_model(model).config.vision_config.patch_size
+        least = (MEGAPIXEL // (side if isinstance(side, int) else side[0])) ** 2 // of_token
+        room = tokens or least
+        high = wide = max(1, int(min(least, room) ** 0.5))
+    else:
+        of_image = max(1, -(-patches // of_token))
+        high = max(1, int(of_image**0.5))
+        wide = -(-of_image // high)
+    return _of_config(model, (high, wide))
 
 
 def trial_image(model: nn.Module) -> dict[str, Tensor]:
@@ -230,14 +259,22 @@ def _first(config: Any, names: Sequence[str], otherwise: Any) -> Any:
 def patches(model: nn.Module) -> int:
     """Return how many patches one image has, as large as `image_inputs` makes it; 0 where a config does not tell."""
     try:
+        return patches_of(model, image_inputs(model))
+    except ConfigError:
+        return 0
+
+
+def patches_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Return how many patches these images have; 0 where a config does not tell."""
+    try:
         vision = image_model(model).config.vision_config
         side = vision.patch_size
         height, width = (side, side) if isinstance(side, int) else side
-        pixels = image_inputs(model)["pixel_values"]
+        pixels = inputs["pixel_values"]
         channels: int = _first(vision, ("num_channels", "in_channels"), 3)
         frames: int = _first(vision, ("temporal_patch_size",), 1)
         return int(pixels.numel() // (height * width * channels * frames))
-    except (AttributeError, ConfigError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return 0
 
 

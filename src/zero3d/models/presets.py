@@ -29,6 +29,7 @@ deepseek-v3       671 B   DeepSeek-AI 2024b, section 4.2: 256 experts, 8 of them
 glm-4.5-air       107 B   GLM-4.5 Team 2025, table 1: 128 experts, 8 of them, and one; without its MTP layer
 glm-4.5           353 B   the same: 160 experts
 llava-1.5-7b      7.1 B   Liu et al. 2023: Vicuna 7B with CLIP's ViT-L/14 at 336 pixels
+qwen3-vl-8b       8.8 B   Qwen Team 2025b: Qwen3 8B with a tower of 27 blocks, whose features also enter its first three
 """
 
 from __future__ import annotations
@@ -417,6 +418,44 @@ PRESETS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
         "use_qk_norm": True,
+    },
+    "qwen3-vl-8b": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000000.0,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+        },
+        "vision_config": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 4096,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
     },
     "llava-1.5-7b": {
         "model_type": "llava",

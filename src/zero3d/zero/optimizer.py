@@ -495,7 +495,9 @@ def unscaled_norms(
 
     What a group's product writes its norm reads from a cache: 8 bytes a parameter for 12.
     """
-    if isinstance(factor, Tensor) and grads:
+    if not grads:
+        return []
+    if isinstance(factor, Tensor):
         factor = factor.to(grads[0][2].device, grads[0][2].dtype)  # once for all groups
     elif factor == 1.0:
         return piece_norms(grads)

@@ -4,6 +4,7 @@ main               reads the command line, maps errors to exit codes
 train              a run, on workers of this machine or as one of a launcher's
 compare            several runs, one after another, all checked before the first; their figures written and shown
 plan               plans for a cluster; plan_explain one of them, plan_theory the paper's figures, plan_options
+planned_images     what a plan knows of a run's images
 calibrate          this machine, measured for the planner
 doctor             this machine, a job's hosts or a dead run, examined
 simulate           a step without its ranks

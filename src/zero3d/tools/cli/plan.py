@@ -35,18 +35,22 @@ from zero3d.tools.cli.plan_options import (
     margin_of,
     number,
     open_cluster,
+    patches_of,
     price_of,
     room_of,
     tokens_of,
 )
 from zero3d.tools.cli.plan_theory import parse_params
 from zero3d.tools.cli.planned_file import RunFile
+from zero3d.tools.cli.planned_images import images_of
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.tools.page import plan_json, plan_text
+from zero3d.tools.plan import images
 from zero3d.tools.plan.choice import choose
 from zero3d.tools.plan.emit import ADAPTERS, NEW, WEIGHTS, deepspeed_config, planned_for, train_config, whole_run
 from zero3d.tools.plan.estimate import BOUNDS, evaluate
 from zero3d.tools.plan.goodput import goodput
+from zero3d.tools.plan.images import FileImages
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.lengths import with_lengths
 from zero3d.tools.plan.links import Way, crosses, ways
@@ -101,6 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE", help="file that describes the cluster: YAML, or JSON of calibrate")
     parser.add_argument(
         "--seq", help=f"tokens of a sequence: 4096, 32k (x 1024), 1m (x 1024^2) (default: the model's, at most {MOST})"
+    )
+    parser.add_argument(
+        "--patches",
+        metavar="N",
+        help="patches of a sequence's images (default: those of a run's data, else one image of 1024 x 1024 pixels)",
     )
     parser.add_argument("--tokens-per-batch", metavar="T", help=f"tokens of a step (default: about {TOKENS:,})")
     parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
@@ -178,7 +187,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
     optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
     room, margin = room_of(arguments, cluster), margin_of(arguments.margin)
-    model = open_model(arguments, path, file, cluster.gpu.name != CPU)
+    pictures, why = images_of(file.config if file else None)
+    model = open_model(arguments, path, file, cluster.gpu.name != CPU, pictures=pictures)
     lengths, unknown = file.lengths(model) if file else (None, "")
     tokens = number(arguments.tokens, "--tokens") or (file.tokens(model, lengths) if file else None)
     tuned = bool(arguments.lora) or (is_tuned(file.config) if file else path is not None and has_weights(path))
@@ -188,7 +198,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         evaluate if lengths is None else with_lengths(evaluate, lengths)
     )  # knobs and rungs are in part what the search has tried
     bounds = BOUNDS if lengths is None else BOUNDS._replace(later=priced)
-    packed = partial(open_model, arguments, path, file, cluster.gpu.name != CPU)
+    packed = partial(open_model, arguments, path, file, cluster.gpu.name != CPU, pictures=pictures)
     result = _searched(model, cluster, target, priced, bounds, packed if path else None)
     if not result.whole:
         print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
@@ -209,9 +219,14 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         model, used, target, result, rungs, knobs, tokens, price, links, end, batch, lengths, unknown
     )
     _write(arguments, answer, path, file)
-    print(
-        json.dumps(plan_json.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
-    )
+    about = best.estimate, best.plan.world, pictures
+    if arguments.json:
+        told = images.as_json(model, *about)
+        print(json.dumps(plan_json.as_json(answer) | ({} if told is None else {"images": told}), indent=2))
+    else:
+        print(plan_text.as_text(answer, arguments.top))
+        for line in plan_text.folded(images.lines(model, *about, arguments.patches is not None, why)):
+            print(line)
     if arguments.assert_fits and best.lacks:
         return 1
     return 0 if result.whole else STOPPED
@@ -255,13 +270,16 @@ def open_model(
     file: RunFile | None = None,
     on_card: bool = False,
     quantize: str | None = None,
+    pictures: FileImages | None = None,
 ) -> ModelSpec:
     """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError.
 
     file     a run's, whose model it is
     on_card  its mixers call kernels, as on a card
     quantize the format of frozen layers, in the place of what was asked
+    pictures  of the file's data, where --patches says nothing
     """
+    patches = patches_of(arguments) or (None if pictures is None else pictures.patches)
     length = None if arguments.seq is None else tokens_of(arguments.seq)
     if length is not None and length < 2:
         raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
@@ -275,12 +293,13 @@ def open_model(
         return of_params(parse_params(arguments.params), length or MOST)
     lora = lora_of(arguments.lora) if arguments.lora else None
     if file is not None:
-        return file.model(length, lora, on_card, quantize)
+        return file.model(length, lora, on_card, quantize, patches)
     if arguments.quantize and lora is None:
         raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     chosen = Model(quantize=quantize or format_of(arguments.quantize))
-    return open_spec(path, length, chosen=chosen, lora=lora, packed=packed, beyond=True, forward=Forward(on_card))
+    forward = Forward(on_card, patches=patches)
+    return open_spec(path, length, chosen=chosen, lora=lora, packed=packed, beyond=True, forward=forward)
 
 
 def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:

@@ -24,14 +24,17 @@ from zero3d.tools.cli.plan_options import (
     margin_of,
     number,
     open_cluster,
+    patches_of,
     price_of,
     remembered_of,
     room_of,
 )
 from zero3d.tools.cli.planned_file import lengths_of
+from zero3d.tools.cli.planned_images import images_of
 from zero3d.tools.cli.preflight import check_tp
 from zero3d.tools.cli.train import config_source
 from zero3d.tools.page import explain_text, plan_json, plan_text
+from zero3d.tools.plan import images
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.lengths import Lengths, with_lengths
@@ -122,6 +125,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     said = arguments.gpus or arguments.nodes or arguments.cluster or remembered.gpus
     plan = plan_of(config, cluster.gpus if said else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora
+    pictures, why = images_of(config)
+    patches = patches_of(arguments) or (None if pictures is None else pictures.patches)
     model = open_spec(
         config.model.path,
         config.data.length,
@@ -129,7 +134,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         lora=lora,
         packed=bool(config.data.packing),
         freeze=config.freeze,
-        forward=Forward(cluster.gpu.name != CPU, config.autocast),
+        forward=Forward(cluster.gpu.name != CPU, config.autocast, patches),
     )
     try:
         check(model, plan, cluster)
@@ -163,11 +168,16 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         lengths,
         unknown,
     )
+    about = row.estimate, row.plan.world, pictures
     if arguments.json:
-        print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
+        told = images.as_json(model, *about)
+        more = ({} if told is None else {"images": told}) | ({} if parts is None else {"rl": asdict(parts)})
+        print(json.dumps(_json(explained) | more, indent=2))
     else:
         for line in plan_text.folded(_lines(explained)):  # as they come: Ctrl-C leaves those that are known
             print(line, flush=True)
+        for line in plan_text.folded(images.lines(model, *about, arguments.patches is not None, why)):
+            print(line)
         print("\n".join([] if rollout is None or parts is None else explain_text.rollout_lines(rollout, parts)))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > explained.limit)
 

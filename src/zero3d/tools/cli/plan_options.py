@@ -12,9 +12,10 @@ from zero3d.errors import ConfigError, short
 from zero3d.spec.formats import FORMATS
 from zero3d.tools.cli.plan_theory import MOST_PARAMS, parse_gpus, parse_params
 from zero3d.tools.plan.hardware import base_of, card, check_card, cluster, read_file
-from zero3d.tools.plan.spec import ClusterSpec
+from zero3d.tools.plan.spec import ClusterSpec, Patches
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
+MOST_PATCHES = 1 << 20  # of a sequence
 MOST_PRICE = 1e9  # of a GPU-hour; more is a typing error
 BINARY = {"k": 1 << 10, "m": 1 << 20}
 UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
@@ -53,6 +54,18 @@ def open_cluster(arguments: argparse.Namespace, planned: Plan = Plan()) -> Clust
 def remembered_of(planned: Plan, words: Sequence[str]) -> Plan:
     """Return what a file remembers of its cluster: a mesh that is typed is for as many GPUs as it has itself."""
     return replace(planned, gpus=None, nodes=None) if any(word.startswith("mesh.") for word in words) else planned
+
+
+def patches_of(arguments: argparse.Namespace) -> Patches | None:
+    """Return the patches of a sequence that --patches says. Raises ConfigError."""
+    patches = number(arguments.patches, "--patches")
+    if patches is None:
+        return None
+    if not 1 <= patches <= MOST_PATCHES:
+        raise ConfigError(
+            f"--patches {arguments.patches}: type how many patches a sequence has, from 1 to {MOST_PATCHES:,}."
+        )
+    return Patches(int(patches), asked=True)
 
 
 def price_of(arguments: argparse.Namespace) -> float | None:

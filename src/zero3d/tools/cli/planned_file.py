@@ -23,7 +23,7 @@ from zero3d.spec.offload import Offload
 from zero3d.spec.zero import Zero
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.plan.lengths import Lengths
-from zero3d.tools.plan.spec import Forward, ModelSpec
+from zero3d.tools.plan.spec import Forward, ModelSpec, Patches
 from zero3d.train.setup.left_out import load_filled
 
 ENDINGS = (".yaml", ".yml")
@@ -65,12 +65,18 @@ class RunFile(NamedTuple):
             )
 
     def model(
-        self, length: int | None, lora: Lora | None, on_card: bool = False, quantize: str | None = None
+        self,
+        length: int | None,
+        lora: Lora | None,
+        on_card: bool = False,
+        quantize: str | None = None,
+        patches: Patches | None = None,
     ) -> ModelSpec:
         """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
 
         length, lora, quantize  instead of the file's
         on_card       mixers call kernels, as on a card
+        patches       of a sequence
         """
         config = self.config
         model = open_spec(
@@ -80,7 +86,7 @@ class RunFile(NamedTuple):
             lora=lora or config.lora,
             packed=bool(config.data.packing),
             freeze=config.freeze,
-            forward=Forward(on_card, config.autocast),
+            forward=Forward(on_card, config.autocast, patches),
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 

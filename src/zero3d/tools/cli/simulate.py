@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from zero3d.config import Config, split_words
 from zero3d.errors import ConfigError
 from zero3d.spec.text import binary, columns, count, size
-from zero3d.tools.cli.plan_options import remembered_of
+from zero3d.tools.cli.plan_options import patches_of, remembered_of
+from zero3d.tools.cli.planned_images import images_of
 from zero3d.tools.cli.preflight import check_transformers
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, say, time_left
 from zero3d.tools.cli.train import check_ranks, config_source, quiet_libraries
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help="compare the peak with this card's memory: h100 (default: plan.gpu, else none)"
     )
+    parser.add_argument(
+        "--patches", metavar="N", help="patches of a sequence's images (default: as zero3d plan explain)"
+    )
     parser.add_argument("--rank", type=int, help="simulate only this rank (default: one of every class)")
     parser.add_argument("--backend", help="whose collectives: nccl (default), or gloo as on CPU ranks (--gpu cpu)")
     parser.add_argument(
@@ -62,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     quiet_environment()
     file, overrides = split_words(arguments.words)
     config = load_filled(config_source(file, overrides)[1], overrides).config
+    patches = patches_of(arguments)
     check_ranks(arguments.ranks)
     check_transformers(config.model)
     quiet_libraries()
@@ -71,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     from zero3d.tools.sim.simulate import Interrupted, simulate
 
     config = replace(config, plan=remembered_of(config.plan, overrides))
+    if patches is None and (pictures := images_of(config)[0]) is not None:
+        patches = pictures.patches
     world = arguments.ranks or config.plan.gpus or ranks_here(config.mesh)
     cards = cards_of(config, world, arguments.gpu, arguments.nodes)
     nodes = arguments.nodes or (1 if cards is None else cards.hosts)
@@ -80,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = 0
     with ProgressLine() as line:
         try:
-            simulation = simulate(config, world, *given, partial(show_done, line, [], world), nodes)
+            simulation = simulate(config, world, *given, partial(show_done, line, [], world), nodes, patches)
         except Interrupted as interrupted:
             simulation, code = interrupted.simulation, STOPPED
     if arguments.trace is not None:

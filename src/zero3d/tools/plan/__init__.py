@@ -25,6 +25,7 @@ margin, judged              how far off its memory may be; what of it no publish
 choice                      which of equal plans is recommended
 lengths                     a step priced by how long a run's own sequences are
 search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save
+images                      patches of sequences: where they are known from, what a vision tower takes of a step
 bill                        hours of GPUs, days, energy, money
 links                       ways to train over slow links between hosts, and the fastest
 relief                      settings that would need less memory, where a run has run out of it

@@ -42,7 +42,7 @@ from zero3d.tools.plan.weights import with_weights
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
-SEEN = re.compile(r"with an image of [\d,]+ tokens")
+SEEN = re.compile(r"with (an image|\d+ images) of [\d,]+ patches and [\d,]+ tokens")
 BEYOND = re.compile(r"beyond its ([\d,]+) positions")
 UNEVEN = (
     f"experts: bytes assume equally many tokens on all experts, seconds {IMBALANCE:g} x the mean on the busiest ep "

@@ -57,6 +57,7 @@ def run_of(model: ModelSpec, plan: ParallelPlan) -> Run:
         Policy.of(plan.activations),
         plan.compute,
         plan.tokens(model.length),
+        plan.micro_batch * model.length,
         share_here(plan),
         plan.dispatches,
         kept_more(model, plan),
@@ -91,6 +92,7 @@ def tied_bytes(model: ModelSpec, tp: int, compute: Dtype) -> float:
 class Run(NamedTuple):
     """A model and the settings that a part's bytes depend on.
 
+    whole     tokens of whole sequences, whose images every rank of tp and sp has
     share     of an input that is kept here
     attended  bytes that an attention keeps of sequences that are shared out, beyond those of its own rows
     tiled     the loss is computed tile by tile
@@ -104,6 +106,7 @@ class Run(NamedTuple):
     policy: Policy
     compute: Dtype
     tokens: int
+    whole: int
     share: float
     dispatches: bool
     attended: float
@@ -124,18 +127,18 @@ class Run(NamedTuple):
     def footprint(self, part: Part, outputs: float, waiting: float) -> Footprint:
         """Compute a part's footprint. outputs: of `_outputs`; waiting: of `tied_bytes`."""
         interior, kept = self._interior(part), self._kept(part)
-        recomputed = part.kind == "block" and self.policy.kind != "none"
+        recomputed = part.recomputes and self.policy.kind != "none"
         # whole blocks run again beside their kept input, which autograd saves none of
         skipped = interior if self.policy.kind in ("full", "every") and recomputed else interior - kept
         again = skipped * (self.policy.every or 1) if recomputed else 0.0
-        if recomputed and self.policy.kind == "selective" and self.share < 1:
-            again += self.share * self._input(part)  # all of it comes back beside the part that is here
+        if recomputed and self.policy.kind == "selective" and self._share(part) < 1:
+            again += self._share(part) * self._input(part)  # all of it comes back beside the part that is here
         logits = 4.0 * self.tokens * self.model.vocab / self.tp
         return Footprint(
             kept,
             again,
             *self._transients(part, waiting),
-            for_weights=outputs * self.tokens * self.compute.itemsize,
+            for_weights=outputs * self._rows(part) * self.compute.itemsize,
             dropped=min(logits, kept) if part.kind == "head" and not self.tiled else 0.0,
             skipped=skipped,
         )
@@ -146,7 +149,17 @@ class Run(NamedTuple):
 
     def _divided(self, part: Part, cut: float, whole: float) -> float:
         """Return the bytes of one micro-batch's tokens on this rank."""
+        if part.kind == "tower":
+            return self.whole * (cut + whole)
         return self.tokens * (cut / self.tp + whole / self.slices(part))
+
+    def _rows(self, part: Part) -> float:
+        """Return the rows that a part's weights are multiplied with: a tower's are of patches."""
+        return self.tokens if part.kind != "tower" else self.whole * self.model.patches / self.model.length
+
+    def _share(self, part: Part) -> float:
+        """Return the share of an input that is kept here: ranks share no tower's."""
+        return self.share if part.kind == "block" else 1.0
 
     def operations(self, part: Part) -> Operations:
         """Return what a part does in this run."""
@@ -158,6 +171,8 @@ class Run(NamedTuple):
     def _interior(self, part: Part) -> float:
         """Return all that a part keeps where nothing is recomputed."""
         operations = self.operations(part)
+        if part.kind == "tower":
+            return self.width * self._divided(part, operations.kept_cut, operations.kept_whole)
         if part.kind != "block":
             kept = self._divided(part, operations.kept_cut, operations.kept_whole)
             if part.kind == "head" and self.tiled:
@@ -171,16 +186,16 @@ class Run(NamedTuple):
         )
 
     def _attended(self, part: Part) -> float:
-        return self.attended if part.attends else 0.0
+        return self.attended if part.attends and part.kind == "block" else 0.0
 
     def _kept(self, part: Part) -> float:
         whole = self._interior(part)
-        if part.kind != "block" or self.policy.kind == "none":
+        if not part.recomputes or self.policy.kind == "none":
             return whole
         if self.policy.kind == "selective":
             attention = self.width * self._divided(part, self.operations(part).attention, 0.0) + self._attended(part)
-            return whole - attention - (1 - self.share) * self._input(part)
-        return self.share * self._input(part) / (self.policy.every or 1)
+            return whole - attention - (1 - self._share(part)) * self._input(part)
+        return self._share(part) * self._input(part) / (self.policy.every or 1)
 
     def _input(self, part: Part) -> float:
         """Return the bytes of a recomputed module's input."""
@@ -193,16 +208,17 @@ class Run(NamedTuple):
         where gradients of its weights are there, and in tiles, which go through both.
         """
         operations = self.operations(part)
-        scale = self.width if part.kind == "block" else 1.0
+        scale = self.width if part.kind in ("block", "tower") else 1.0
+        tokens, tp = (self.whole, 1) if part.kind == "tower" else (self.tokens, self.tp)
         instants = operations.instants or (Instant(operations.transient, 0.0),)
         tiled = part.kind == "head" and self.tiled
         if tiled:
             gradients = max(at.gradients for at in instants)
             instants = (Instant(0.0, TILE * self.model.hidden, gradients),)
-        tied = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
+        tied = waiting * {"head": 0, "block": 1, "tower": 1, "embedding": 2}[part.kind]
         loss, own = 0.0, 0.0
         for at in instants:
-            nbytes = scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + tied
+            nbytes = scale * tokens * (at.cut / tp + at.whole) + at.gradients * self.width / tp + tied
             if part.kind == "head" and not tiled and not at.gradients:
                 loss = max(loss, nbytes)
             else:

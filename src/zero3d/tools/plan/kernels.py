@@ -5,13 +5,16 @@
     packed matrix     and bytes that its decoding moves / bandwidth, forward and backward
     experts           the same of all experts that a rank reads, each source's rows apart; beyond one rank the busiest
                       has `imbalance` times the mean's rows; packed ones are computed once more in backward
-    attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again)
+    attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again). a is of a causal mask, with
+                      masked scores counted: without one, in towers, it is half, but where a machine was measured
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
     mixers' kernels   flops as of flash attention, and bytes that they move / bandwidth (mixers.py); of these backward
                       twice
     the rest          what every kernel between products reads and writes, where a trace has counted that and kernels
                       run one by one; else (compiled blocks, closed forms) 2 passes over the bytes kept for the
                       backward (written, then read), backward 2 again
+    a vision tower    the same, whole on every rank of tp and sp; backward as often as its products were traced to run,
+                      none where it is frozen
     host              what launching the kernels takes beyond all of that, where they run one by one
 
 e and a are what kernels reach of a card's peak; small matrices lose by their bytes. constants.py says
@@ -229,12 +232,15 @@ def step_operations(model: ModelSpec, plan: ParallelPlan) -> float:
     """Return the operations of a step on all ranks, without those of recomputation."""
     tokens, known = plan.rows * plan.accumulate * plan.micro_batch * model.length, digest(model)
     passes = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
-    return passes * tokens * _operations_per_token(model)
+    text, seeing = _operations_per_token(model)
+    return tokens * (passes * text + seeing)
 
 
 @lru_cache(maxsize=8)
-def _operations_per_token(model: ModelSpec) -> float:
-    return sum(part.operations.matrices + part.operations.scores for part in model.parts)
+def _operations_per_token(model: ModelSpec) -> tuple[float, float]:
+    """Return the operations of a forward of the language model, and of a tower's forward and backward."""
+    done = [(part.operations.matrices + part.operations.scores, part.operations.back) for part in model.parts]
+    return sum(n for n, back in done if back is None), sum(n * (1 + back) for n, back in done if back is not None)
 
 
 def _shape(part: Part, head: int, met: float) -> Shape:
@@ -283,9 +289,14 @@ def works(
 
 
 class _Run(NamedTuple):
-    """What the seconds of a part depend on, beside the part. narrow: what products gain by a narrow precision."""
+    """What the seconds of a part depend on, beside the part.
+
+    whole   tokens of whole sequences
+    narrow  what products gain by a narrow precision
+    """
 
     tokens: int
+    whole: int
     by: Divided
     gpu: Gpu
     speed: float
@@ -302,7 +313,8 @@ def _run(
     tokens = plan.tokens(model.length)
     by_kernel = plan.quantize in BY_KERNEL and cluster.gpu.name != CPU
     decoded = kernels.decoded_nf4 if by_kernel else kernels.decoded
-    return _Run(tokens, Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels, plan.compile, decoded)
+    whole = plan.micro_batch * model.length
+    return _Run(tokens, whole, Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels, plan.compile, decoded)
 
 
 @lru_cache(maxsize=1024)
@@ -314,14 +326,23 @@ def _works(model: ModelSpec, run: _Run) -> tuple[PartWork, ...]:
 
 @lru_cache(maxsize=4096)
 def _part_work(shape: Shape, run: _Run) -> PartWork:
-    tokens, by, gpu, speed, narrow, kernels, compiled, decoded = run
+    tokens, whole, by, gpu, speed, narrow, kernels, compiled, decoded = run
     rates, tp = kernels.rates_of(gpu), by.tp
+    if shape.kind == "tower":
+        tokens, tp = whole, 1
+        by = by._replace(sequence_parallel=False)
     operations = shape.dispatched if by.sources and shape.dispatched is not None else shape.operations
     bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
     routed = 0.0 if shape.stack is None else 2.0 * shape.stack.share * shape.stack.elements
     dense = operations.matrices - routed
     reached = _Products(narrow * peak, bandwidth, kernels.launch, gpu.half, decoded)
-    matrices = _matrices(shape, dense, tokens, tp, reached)
+    counted = sum(2.0 * n * k * many for (n, k), *_, many in shape.matrices) if shape.kind == "tower" else 0.0
+    if counted:  # rows are of patches, or of several as one
+        matrices = _matrices(shape, counted, max(1, round(tokens * dense / counted)), tp, reached)
+    else:
+        matrices = _matrices(shape, dense, tokens, tp, reached)
+    if operations.back is not None:
+        matrices = Work(matrices.forward, operations.back * matrices.forward)
     if shape.stack is not None:
         experts = _experts(shape.stack, routed * tokens, by, reached)
         matrices = Work(*(a + b for a, b in zip(matrices, experts, strict=True)))
@@ -331,16 +352,19 @@ def _part_work(shape: Shape, run: _Run) -> PartWork:
         scores = 2 * flops / peak * slow + kernels.eager_passes * operations.attention * tokens / tp / bandwidth
         attention = Work(scores, 2 * scores)
     else:
-        flash = flops / (rates.flash * speed * gpu.flops)
+        masked = 2.0 if shape.kind == "tower" and gpu.flash is None else 1.0
+        flash = masked * flops / (rates.flash * speed * gpu.flops)
         attention = Work(flash, kernels.flash_backward * flash)
     moved = operations.moved * tokens / tp / bandwidth
     attention = Work(attention.forward + moved, attention.backward + 2 * moved)
-    whole = operations.kept_whole / (tp if by.sequence_parallel else 1)
-    kept = (operations.kept_cut - operations.attention) / tp + whole
+    on_each = operations.kept_whole / (tp if by.sequence_parallel else 1)
+    kept = operations.trained or (operations.kept_cut - operations.attention) / tp + on_each
     rest = Work(*[kernels.rest_passes * kept * tokens / bandwidth] * 2)
+    if operations.back == 0:
+        attention, rest = attention._replace(backward=0.0), rest._replace(backward=0.0)
     if not kernels.counted or compiled or not any(operations.launches):
         return PartWork(matrices, attention, rest)
-    divided = operations.kept_cut / tp + whole
+    divided = operations.kept_cut / tp + on_each
     share = divided / (operations.kept_cut + operations.kept_whole) if divided else 1 / tp
     rest = Work(*(passed * share * tokens / bandwidth for passed in operations.passed))
     device = PartWork(matrices, attention, rest)

@@ -17,7 +17,7 @@ from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, ModelSpec, O
 
 OF_100 = 99
 BY_TOKEN = (  # of a part whose work is a sequence's, however long: what is counted for each token
-    *("matrices", "scores", "kept_cut", "kept_whole", "attention", "again", "input", "transient", "moved", "passed"),
+    *("matrices", "scores", "kept_cut", "kept_whole", "attention", "again", "input", "transient", "moved", "trained"),
 )
 
 
@@ -108,6 +108,5 @@ def _attending(operations: Operations, times: float) -> Operations:
 
 
 def _of_a_sequence(operations: Operations, times: float) -> Operations:
-    return replace(
-        operations, **{name: times * getattr(operations, name) for name in BY_TOKEN if hasattr(operations, name)}
-    )
+    passed = operations.passed[0] * times, operations.passed[1] * times
+    return replace(operations, passed=passed, **{name: times * getattr(operations, name) for name in BY_TOKEN})

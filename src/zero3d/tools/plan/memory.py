@@ -9,6 +9,7 @@
     the embedding's backward                  its gradient                                       what is reduced last
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
     the end of a backward of weights          the same                                           the chunk's gradients
+    forward of a vision tower                 all kept, in flight; what is alive of the tower's  its own, 2 moving
     optimizer step                            none                                               casts, or a bucket,
                                                                                                  or sums over copies,
                                                                                                  or matrices of Muon
@@ -59,7 +60,7 @@ from zero3d.tools.plan.rank_model import RankUnit, chunks_of_rank, first_alike, 
 from zero3d.tools.plan.saves import copy_bytes
 from zero3d.tools.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.tools.plan.states import States, check_rules, states, states_key
-from zero3d.tools.plan.windows import NOTHING, Backward, Windows, backwards, sums_bytes
+from zero3d.tools.plan.windows import NOTHING, Backward, Windows, backwards, seen_with, sums_bytes
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
 
@@ -158,8 +159,8 @@ def _fullest(ranks: Sequence[Ranks]) -> tuple[Ranks, _Fullest]:
 
 
 def batch_bytes(model: ModelSpec, plan: ParallelPlan) -> float:
-    """Return the bytes of a step's token ids, labels and what goes with them."""
-    return 16.0 * plan.micro_batch * model.length * plan.accumulate
+    """Return the bytes of a step's token ids, labels and what goes with them, and of the pixels of its images."""
+    return float((16 * model.length + model.pixels) * plan.micro_batch * plan.accumulate)
 
 
 def shown_bytes(reserved: float, plan: ParallelPlan, cluster: ClusterSpec | None) -> float:
@@ -543,12 +544,13 @@ class Ranks:
     def fullest(self) -> _Fullest:
         """Return the fullest instant; of several the first stage's."""
         instants = [_Fullest(peak, running.start.stage) for running in self._backwards() for peak in self._of(running)]
-        instants.append(_Fullest(self._holding.step, self.stages[0]))
+        instants += [_Fullest(peak, self.stages[0]) for peak in (*self._seeing, self._holding.step)]
         return max(instants, key=lambda each: (each.peak.total, -each.stage))
 
     def instants(self) -> Iterator[Peak]:
         """Yield the instants of the fullest backward, in their order, then the optimizer's step."""
         running = max(self._backwards(), key=lambda each: max((peak.total for peak in self._of(each)), default=0.0))
+        yield from self._seeing
         if running.start.moment.chunk > 0 and running.start.moment.kind in (INPUTS, WEIGHTS):
             yield from self._of(running)
         else:
@@ -556,6 +558,17 @@ class Ranks:
                 yield from self._of_part(running, at)
             yield self._end_of_whole(running)
         yield self._holding.step
+
+    @cached_property
+    def _seeing(self) -> tuple[Peak, ...]:
+        """Return the fullest instant of a vision tower's forward, where it is on these ranks; others' inputs wait."""
+        model, plan = self.model, self.plan
+        if not model.patches or 0 not in self.stages:
+            return ()
+        waiting = (min(plan.pp, plan.accumulate) - 1) * self._sizes[0][0]
+        alive = model.seeing * plan.micro_batch * model.length * max(1.0, plan.compute.itemsize / 2)
+        gradients = self._holding.all if plan.accumulate > 1 else NO_GRADIENTS
+        return (Peak("forward of the vision tower", waiting, alive, 0.0, *seen_with(model, plan), *gradients),)
 
     @property
     def rest(self) -> Peak:
@@ -607,7 +620,7 @@ class Ranks:
         A part in 10^9 is added, so that sums in another order are never above.
         """
         most, most_half = self._most
-        found = [self._holding.step.total]
+        found = [peak.total for peak in (*self._seeing, self._holding.step)]
         for turn, _, final, _, groups, (flights, waiting, passed) in self._rivals:
             others = flights * most + waiting * max(0.0, most_half - most) - self._sizes[turn][0]
             reduces, start = final or self._every_micro_batch, groups[0].starts[0]
@@ -744,4 +757,6 @@ def _instant(part: Part, again: bool, after_loss: bool) -> str:
     head = "backward of the head" if after_loss else "logits and loss"  # one after the other, or in tiles
     names = {"embedding": "backward of the embedding", "head": head}
     after = " after its recomputation" if again else ""
+    if part.kind == "tower" and not part.recomputes:
+        return "backward of the vision tower"
     return names.get(part.kind) or f"backward of {part.units[0].name if part.units else 'a block'}{after}"

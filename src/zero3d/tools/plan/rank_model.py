@@ -90,13 +90,14 @@ def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
 def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
     schedule = Schedule.of(name)
     schedule.check_blocks(len(model.blocks), pp, BLOCKS)
-    return _chunks(model, pp * schedule.chunks_per_rank)
+    return chunks_of(model, pp * schedule.chunks_per_rank)
 
 
 @lru_cache(maxsize=256)
-def _chunks(model: ModelSpec, count: int) -> list[list[Part]]:
+def chunks_of(model: ModelSpec, count: int) -> list[list[Part]]:
+    """Return the parts of so many model chunks, in order."""
     blocks = model.blocks
-    before, after = ([p for p in model.parts if p.kind == kind] for kind in ("embedding", "head"))
+    before, after = ([p for p in model.parts if p.kind in kinds] for kinds in (("embedding", "tower"), ("head",)))
     weights = [Weights(_numel([block]), block.active) for block in blocks]
     costs = chain_costs(_numel(before), weights, _numel(after), TOKENS, model.hidden, model.vocab, model.tower)
     parts, start = [], 0
@@ -124,7 +125,7 @@ class RankModel(NamedTuple):
 
     chunks      parts of each of its model chunks, by the chunk's number
     units       the engine's units of each chunk
-    part_units  units of each part of each chunk, in the order of parts
+    part_units  units of each part of each chunk that its backward uses, in the order of parts
     unlike      one of all units that are alike, and how many they are
     """
 
@@ -173,7 +174,10 @@ def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankMode
         for unit in units[number]:
             by_owner.setdefault(unit.owner, []).append(unit)
         owners = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in parts]
-        part_units[number] = [[unit for name in names for unit in by_owner.get(name, ())] for names in owners]
+        part_units[number] = [
+            [] if part.still else [unit for name in names for unit in by_owner.get(name, ())]
+            for part, names in zip(parts, owners, strict=True)
+        ]
     alike: dict[tuple[Any, ...], list[RankUnit]] = {}
     for unit in (unit for of_chunk in units.values() for unit in of_chunk):
         alike.setdefault(unit.alike, []).append(unit)

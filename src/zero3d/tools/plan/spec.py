@@ -1,6 +1,6 @@
 """What a planner works on, as data: a model, a cluster, a plan, an estimate. No torch; JSON there and back.
 
-    ModelSpec      parts in order, as pipelines cut them:  embedding | block | block | ... | head
+    ModelSpec      parts in order, as pipelines cut them:  embedding | tower ... | block | block | ... | head
       Part         units (parameters gathered together), operations and activations per token
         Unit       weights of one unit
           Weight   a logical shape, and the dimension that tp divides
@@ -33,7 +33,7 @@ from zero3d.spec.tiers import HOST, TIERS, Figure
 from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.constants import constant
 
-KINDS = ("embedding", "block", "head")
+KINDS = ("embedding", "tower", "block", "head")
 IN_AUTOCAST = "in autocast"  # in the provenance of a model that was traced so
 AS_KERNELS, IN_TORCH = "mixers as kernels", "mixers in torch"  # in the provenance of a model that has mixers
 ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here follows
@@ -144,6 +144,8 @@ class Operations:
     moved      bytes that kernels of mixers read and write in a forward (mixers.py); tp divides them
     launches   kernels of a forward, and of a backward, where each is launched by itself; 0: not counted
     passed     bytes that those of them read and write which are no products; 0: not counted
+    back       of a tower: operations of its backward over those of its forward, 0 where it is frozen; else None
+    trained    of a tower: bytes that its forward would keep were it trained, which go through memory anyhow
     """
 
     matrices: float
@@ -161,11 +163,13 @@ class Operations:
     moved: float = 0.0
     launches: tuple[float, float] = (0.0, 0.0)
     passed: tuple[float, float] = (0.0, 0.0)
+    back: float | None = None
+    trained: float = 0.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """An embedding, a block, or the head with the last norm.
+    """An embedding, a block, the head with the last norm, or a part of a vision tower, whole on every tp and sp rank.
 
     active      parameters that a token meets, all if None
     attends     a block has attention; it may have convolutions and scans beside it, or in its place, of one sequence in
@@ -203,6 +207,16 @@ class Part:
     def meets(self) -> tuple[bool, SharedGroups | None]:
         """Return what tp ranks send in it beside what they do in attention and an MLP."""
         return self.single, self.groups
+
+    @property
+    def still(self) -> bool:
+        """Return whether it has no backward: a frozen tower."""
+        return self.operations.back == 0
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether it may be recomputed: a block, or one of a tower that is trained."""
+        return self.kind == "block" or (self.kind == "tower" and self.operations.input > 0)
 
     @cached_property
     def likeness(self) -> int:
@@ -244,6 +258,8 @@ class ModelSpec:
     mixing  kinds of layers that mix the tokens of a sequence in a way that sp cannot cut
     tiles   its loss can be computed in tiles (train.tiled_loss)
     tower   what turns images into tokens, which the cut of a pipeline counts
+    patches of a sequence's images, 0 where text alone was traced; pixels: bytes of these images in a batch
+    seeing  bytes for each token at the fullest instant of the tower's forward, beyond what was there before it
     """
 
     name: str
@@ -262,6 +278,9 @@ class ModelSpec:
     mixing: str | None = None
     tiles: bool = True
     tower: Tower = BLIND
+    patches: int = 0
+    pixels: int = 0
+    seeing: float = 0.0
 
     def __hash__(self) -> int:
         """Return the hash, computed once: plans by the thousand are priced for one model."""
@@ -305,15 +324,31 @@ class ModelSpec:
         return tuple(part for part in self.parts if part.kind == "block")
 
 
+class Patches(NamedTuple):
+    """The patches of a sequence: what a vision tower works on.
+
+    images  among which these are divided
+    asked   by an option, and not read in files
+    tiles   they are tiles or whole images of one size, and each has several patches
+    """
+
+    number: int
+    images: int = 1
+    asked: bool = False
+    tiles: bool = False
+
+
 class Forward(NamedTuple):
     """Says how a model's forward runs where it is traced.
 
     on_card   as on a card: mixers call kernels
     autocast  in autocast
+    patches   of the images of a sequence; None: of one image
     """
 
     on_card: bool = False
     autocast: bool = False
+    patches: Patches | None = None
 
 
 # --- cluster ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 compute      matrices, attention, rest of the rank that works most (kernels.py)       x micro-batches
 recompute    its forwards that run again
+tower        forward, backward and recomputation of a vision tower, on the pipeline's first rank
 experts      rows to their experts and results back, the counts before them, there and back again; again where
              recomputed. Nothing hides them
 sp           rows for heads of whole sequences, or keys and values of them, around every attention, there and back;
@@ -28,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -60,12 +62,13 @@ from zero3d.tools.plan.network import (
     reduce_seconds,
     send_seconds,
 )
+from zero3d.tools.plan.rank_model import chunks_of
 from zero3d.tools.plan.sequence import exchanged, kinds_of_scans, mixers_of, scanned_again
 from zero3d.tools.plan.spec import ClusterSpec, MeasuredStep, ModelSpec, ParallelPlan, Seconds
 from zero3d.tools.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.tools.plan.timeline import pipeline_seconds
 
-WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
+WORKING = ("matrices", "attention", "rest", "recompute", "tower", "experts", "sp", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
 CODING = constant("links", "coding")
 SLOW, SLOWER = constant("nodes", "slow"), constant("nodes", "slower")
@@ -141,13 +144,16 @@ class Pace:
 def part_indices(model: ModelSpec, ranks: int, virtual: int = 1, cut: Cut = EVENLY) -> list[list[int]]:
     """Return the model's parts per chunk: its blocks as `cut` says; embedding first, head last."""
     blocks = [i for i, part in enumerate(model.parts) if part.kind == "block"]
-    first = [i for i, part in enumerate(model.parts) if part.kind == "embedding"]
+    first = [i for i, part in enumerate(model.parts) if part.kind in ("embedding", "tower")]
     last = [i for i, part in enumerate(model.parts) if part.kind == "head"]
     count = ranks * virtual
     before, behind = cut.embedding, _head_in_blocks(model) if cut.head is None else cut.head
     total = before + len(blocks) + behind
     total = count * ceil(total / count) if cut.filled else total
     bounds = [min(len(blocks), max(0, int(total * i / count - before))) for i in range(count)] + [len(blocks)]
+    if cut == EVENLY and model.patches:  # the first chunk has fewer blocks for its tower
+        lengths = (sum(part.kind == "block" for part in chunk) for chunk in chunks_of(model, count))
+        bounds = list(accumulate(lengths, initial=0))
     chunks = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
     chunks[0] = first + chunks[0]
     chunks[-1] = chunks[-1] + last
@@ -287,6 +293,8 @@ def _passes(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pa
     of_rank = [(sum(forward[rank :: plan.pp]), sum(backward[rank :: plan.pp])) for rank in range(plan.pp)]
     rank = max(range(plan.pp), key=lambda rank: sum(of_rank[rank]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
+    if not model.patches:
+        del parts["tower"]
     parts["bubble"] = end - sum(parts.values())
     return Passes(*of_rank[rank], passing, hop, end, parts)
 
@@ -314,10 +322,13 @@ def _share(model: ModelSpec, degrees: tuple[int, int, int, int], cut: Cut) -> Sh
 
 def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[str, float]:
     """Time one micro-batch through a model chunk."""
-    work = total(w for _, w in inside)
+    work, seeing = total(w for s, w in inside if s.kind != "tower"), total(w for s, w in inside if s.kind == "tower")
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
     recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
+    seen_again = sum(
+        _again(policy.kind, s, w, step.pace) for s, w in inside if s.kind == "tower" and s.operations.input
+    )
     if tiles_loss(step.model, step.plan):  # a tile's logits are made again
         recompute += sum(w.matrices.forward for shape, w in inside if shape.kind == "head")
     seen = step.pace.slow_tp * (1 - step.pace.hide_tp)
@@ -326,17 +337,27 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     passes = 2 + again if policy.kind in ("full", "every") else 2
     whole_experts = sum(shape.stack is not None for shape, _ in inside) if step.plan.dispatches else 0
     exposed = (2 * kinds.count("block") - whole_experts) * tp
-    ends = tp * (len(kinds) - kinds.count("block"))
-    host = step.pace.block * kinds.count("block")
+    ends = tp * (kinds.count("embedding") + kinds.count("head"))
+    host = step.pace.block * (kinds.count("block") + max(0, kinds.count("tower") - 2))
     sent = sum(shape.stack is not None for shape, _ in inside) * _rows(step)
     inputs, whole = ceil(kinds.count("block") / (policy.every or 1)), 2.0 * step.tokens * step.model.hidden
     partial = inputs * gather_seconds(whole, step.groups.tp, step.cluster) if in_parts(step.plan) else 0.0
     blocks = [shape for shape, _ in inside if shape.kind == "block"]
     shared, losses = sum(_mixing_seconds(step, block) for block in blocks), kinds.count("head") * _loss_seconds(step)
     shared_again = shared if policy.kind != "none" else 0.0
-    forward = work.forward + exposed + ends + host + sent + shared + losses
+    forward = work.forward + seeing.forward + exposed + ends + host + sent + shared + losses
     repeated = sent if policy.kind in ("full", "every") else 0.0
-    backward = work.backward + recompute + (passes - 1) * exposed + ends + partial + sent + repeated
+    backward = (
+        work.backward
+        + seeing.backward
+        + seen_again
+        + recompute
+        + (passes - 1) * exposed
+        + ends
+        + partial
+        + sent
+        + repeated
+    )
     backward += shared + shared_again
     on_link = inputs * input_seconds(step.model, step.plan, step.cluster)
     late = [max(0.0, on_link - seconds) for seconds in (forward, backward)]  # down, and up again
@@ -348,6 +369,7 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
         "attention": work.attention.forward + work.attention.backward,
         "rest": work.rest.forward + work.rest.backward,
         "recompute": recompute,
+        "tower": seeing.forward + seeing.backward + seen_again,
         "experts": 2 * sent + repeated,
         "sp": 2 * shared + shared_again + losses,
         "tp": passes * exposed + 2 * ends + partial,

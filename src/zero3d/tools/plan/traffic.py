@@ -152,13 +152,26 @@ def _gathers(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batches: in
 
 
 def _order_of_use(chunk: int, parts: Sequence[Part]) -> tuple[list[str], list[str]]:
-    """Return the owners of units in a forward's order: embeddings, whose backward needs indices only, and the rest.
+    """Return the owners of units in a forward's order: those whose backward needs none of them, and the rest.
+
+    That are embeddings, whose backward needs indices only, a tower's among them, and a frozen tower has no backward.
 
     The root is left out. A tied head uses the embedding's unit, where that is in this chunk.
     """
     here = frozenset(unit.name for part in parts for unit in part.units if unit.copy_of is None)
-    owners = [(part.kind, _name(chunk, owner)) for part in parts for owner in _owners(part, here) if owner != ROOT]
-    return [o for kind, o in owners if kind == "embedding"], [o for kind, o in owners if kind != "embedding"]
+    owners = [(part, _name(chunk, owner)) for part in parts for owner in _owners(part, here) if owner != ROOT]
+    once = [part.kind == "embedding" or part.still or owner in _tables(chunk, part) for part, owner in owners]
+    return [o for (_, o), first in zip(owners, once, strict=True) if first], [
+        o for (_, o), first in zip(owners, once, strict=True) if not first
+    ]
+
+
+def _tables(chunk: int, part: Part) -> set[str]:
+    """Return the owners of a tower's units that are tables to look places up in: of two dimensions, and no matrix."""
+    if part.kind != "tower":
+        return set()
+    tables = (u for u in part.units if all(len(w.shape) == 2 and w.form is None and w.trainable for w in u.weights))
+    return {_name(chunk, unit.name.partition("/")[0]) for unit in tables}
 
 
 def _owners(part: Part, here: Collection[str] = ()) -> list[str]:

@@ -90,6 +90,24 @@ def _backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int,
     return {number: _Chunk(part_units[::-1], plan).backward() for number, part_units in by_chunk.items()}
 
 
+def seen_with(model: ModelSpec, plan: ParallelPlan) -> Windows:
+    """Return the buffers in a vision tower's forward: the root, the part in use, and AHEAD gathered ahead of it."""
+    return _seen_with(model, states_key(plan))
+
+
+@lru_cache(maxsize=1024)
+def _seen_with(model: ModelSpec, plan: ParallelPlan) -> Windows:
+    if not policy_of(plan).gathers:
+        return NOTHING
+    rank = rank_model(model, plan, 0)
+    names = [{unit.name.partition("/")[0] for unit in part.units} for part in rank.chunks[0] if part.kind == "tower"]
+    units = [unit for unit in rank.units[0] if not unit.plan(plan).whole]
+    roots = sum(_full_bytes(unit) for unit in units if unit.owner == ROOT)
+    parts = [sum(_full_bytes(unit) for unit in units if unit.owner in own and unit.owner != ROOT) for own in names]
+    together = (sum(parts[at : at + 1 + AHEAD]) for at in range(len(parts)))
+    return Windows(float(roots + max(together, default=0)), 0.0, 0.0)
+
+
 class _Chunk:
     """Sums up the buffers of one model chunk's backward.
 

@@ -17,5 +17,8 @@ mixer_kernels  kernels of recurrences and convolutions, which a card would run
 orders      the actions of every pipeline stage; `gantt` when they work and wait
 chrome      all of it for chrome://tracing or Perfetto
 file_lengths  tokens of a sample of a run's records
+images      what a sequence has of images; `known` values of whole numbers where all else has shapes alone
+file_images  how many patches sequences of a run's data have, and how fast a core prepares them
+tower       the vision tower of a model as parts of its spec
 model_spec  a model as the planner sees it; `units`, `figures`, `live`, `stand_ins` are its parts
 """

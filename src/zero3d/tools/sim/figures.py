@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,7 +47,8 @@ from zero3d.sequence.shares import Halo, Scanned
 from zero3d.spec.mesh import EXACT
 from zero3d.tensor_parallel.parallelize import parallelize
 from zero3d.tools.sim.card_autocast import lists_of_cards
-from zero3d.tools.sim.images import Images
+from zero3d.tools.sim.images import Images, with_images
+from zero3d.tools.sim.known import KnownValues
 from zero3d.tools.sim.live import StorageTracker
 from zero3d.tools.sim.mixer_kernels import as_kernels
 from zero3d.tools.sim.patches import around, dropout_of_cards, replaced, without_values
@@ -143,7 +144,7 @@ class RunAs(NamedTuple):
     """Says how a model runs when it is measured.
 
     packed      every sequence is of several documents, which attention keeps apart by a mask
-    images      one in every sequence; the tower that reads it counts with the embedding
+    images      of every sequence, whose features are there: the tower that makes them is measured apart (tower.py)
     dispatched  tokens are sent to experts, as many to each as to any other
     kernels     names of functions by which mixers call a kernel (mixer_kernels.py)
     fused       those that do all of a mixer run as well, and what it mixes is not noted
@@ -172,7 +173,7 @@ def measure(
     reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
-        copies: dict[nn.Module | Tensor, object] = {t: empty_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
+        copies: dict[nn.Module | Tensor, object] = {t: empty_like(t, run_dtype(t)) for t in dict.fromkeys(tensors)}
         run = copy_with(reduced.module, copies).train()
         _without_loops(run)
         layers = find_experts(run) if dispatched else []
@@ -183,21 +184,24 @@ def measure(
         share_out([run], layers, ep, EXACT, bool(layers))
         live = StorageTracker()
         live.leave_out(*run.parameters(), *run.buffers())
-        recorder = _Recorder(live, reduced)
+        recorder = Recorder(live, reduced)
         recorder.install(run)
         if getattr(config_of(model), "residual_in_fp32", False):  # Mamba's
             recorder.part_from_head(run)
-        ids = torch.zeros(batch, length, dtype=torch.int64)
-        labels = ids.clone()
+        labels = torch.zeros(batch, length, dtype=torch.int64)
+        ids = labels.clone()
         live.leave_out(ids, labels)
         options = forward_options(model)
         if packed and "position_ids" in inspect.signature(inner_model(model).forward).parameters:
             options["position_ids"] = ids.clone()
             live.leave_out(options["position_ids"])
             options = with_position_rows(options, rows)
+        known: Any = nullcontext()
         if images is not None:
-            options |= (shown := images.of(ids))
-            live.leave_out(*shown.values())
+            ids, shown, known = *with_images(images, batch, length), KnownValues()
+            options |= shown
+            live.leave_out(ids, *shown.values())
+            images.stand_in(run)
         replace_functions(run)
         keep_statistics_in_fp32({0: run}, RUN)
         if autocast is not None:
@@ -205,7 +209,8 @@ def measure(
         mixing = during(Told(shared=recorder.mix)) if mixers(run) and not fused else nullcontext()
         lists = nullcontext() if autocast in (None, "cpu") else lists_of_cards()
         drops = dropout_of_cards() if kernels else nullcontext()
-        with fake, live, recorder.constants(), as_kernels(run, kernels, in_pieces=not fused), mixing, lists, drops:
+        pieces = as_kernels(run, kernels, in_pieces=not fused)
+        with fake, known, live, recorder.constants(), pieces, mixing, lists, drops:
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
@@ -215,10 +220,11 @@ def _without_loops(model: nn.Module) -> None:
     inner: Any = inner_model(model)
     experts = any(name.endswith(".experts") for name, _ in inner.named_modules())
     if experts and hasattr(inner, "set_experts_implementation"):
-        inner.set_experts_implementation("grouped_mm")
+        with suppress(ValueError):  # of a model whose experts are one product anyhow (Llama 4)
+            inner.set_experts_implementation("grouped_mm")
 
 
-def _dtype(t: Tensor) -> torch.dtype:
+def run_dtype(t: Tensor) -> torch.dtype:
     return RUN if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype
 
 
@@ -246,7 +252,7 @@ def takes_labels(model: nn.Module) -> bool:
     return "labels" in inspect.signature(inner_model(model).forward).parameters
 
 
-class _Recorder:
+class Recorder:
     """Marks instants of a run, and reads figures off the log."""
 
     def __init__(self, live: StorageTracker, reduced: ReducedModel) -> None:
@@ -401,15 +407,11 @@ class _Recorder:
 
     def _windows(self, part: Any) -> list[tuple[float, float]]:
         """Return the curve of a part's backward, the head's with that of its forward."""
-        marks, over = self._live.marks, self._live.marks["end",]
-        begin, end = (marks.get(("B", part, edge), over) for edge in ("begin", "end"))
+        begin, end = self._backward_of(part)
         curve: list[tuple[float, float]] = []
         if part == HEAD:
-            end = marks.get(("B", self._kinds[-1], "begin"), over)
             kept = sum(self._alive(*self._forward_of(HEAD), begin).values())
             curve = [(tokens - kept, gradients) for tokens, gradients in self._curve(*self._forward_of(HEAD))]
-        elif part == EMBEDDING:
-            begin, end = marks.get(("B", self._kinds[0], "end"), over), over
         return curve + list(self._curve(begin, end))
 
     def _curve(self, begin: int, end: int) -> Iterator[tuple[float, float]]:

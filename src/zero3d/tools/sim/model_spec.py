@@ -9,7 +9,7 @@ paths of tp = 1 are others than those of tp > 1 (its loss, above all), so both h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -23,7 +23,7 @@ from torch import nn
 from zero3d.activations.targets import mixers_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
-from zero3d.models.bases import config_number, decoder_of, sees_images
+from zero3d.models.bases import config_number, decoder_of, image_model, sees_images
 from zero3d.models.mixing import mixers, mixing_files
 from zero3d.models.quantised_folders import stored_format
 from zero3d.models.recurrences import own_of_recurrences
@@ -36,10 +36,21 @@ from zero3d.tensor_parallel.parallelize import read_styles
 from zero3d.tensor_parallel.planned_regions import ROWWISE, shared_groups
 from zero3d.tensor_parallel.traffic import SharedGroups
 from zero3d.tools.plan.search import LONG
-from zero3d.tools.plan.spec import AS_KERNELS, IN_AUTOCAST, IN_TORCH, Forward, Instant, ModelSpec, Operations, Part
+from zero3d.tools.plan.spec import (
+    AS_KERNELS,
+    IN_AUTOCAST,
+    IN_TORCH,
+    Forward,
+    Instant,
+    ModelSpec,
+    Operations,
+    Part,
+    Patches,
+)
 from zero3d.tools.sim.figures import EMBEDDING, HEAD, Curve, Figures, RunAs, kinds_of, measure, reduce_model
-from zero3d.tools.sim.images import find_images, said_of
+from zero3d.tools.sim.images import FAILS, find_images, said_of
 from zero3d.tools.sim.mixer_kernels import ALL, runs_fused
+from zero3d.tools.sim.tower import measure_tower, operations_of
 from zero3d.tools.sim.units import PartNames, config_of, find_cuts, find_part_names, units_by_part
 from zero3d.train.setup.losses import tiles_refused
 
@@ -55,28 +66,40 @@ def trace(
     packed: bool | None = False,
     kernels: Collection[str] = (),
     autocast: str | None = None,
+    patches: Patches | None = None,
 ) -> ModelSpec:
-    """Make the spec of a model for sequences of `length` tokens; those of a model that takes images have one each.
+    """Make the spec of a model for sequences of `length` tokens; those of a model that takes images have some.
 
     model    parameters on meta or real ones, frozen ones and adapters as they will be trained; it stays as it is
     packed   sequences are of several documents each (data.packing); None: those of a model that takes no images
     kernels  names by which mixers call a kernel, as on a card (mixer_kernels.py); the others run in torch
     autocast  the kind of device in whose autocast its forward runs; None: in none
+    patches  of the images of a sequence; None: of one image
+    Where a model does not run with images and without values, text alone is traced.
     Errors: no repeated blocks, a forward that cannot run without data (ConfigError).
     """
-    part_names = find_part_names(model)
-    spec = _outline(model, part_names, length, name)
     packed = not sees_images(model) if packed is None else packed
-    images = find_images(model, length, packed)
-    run_as = RunAs(packed, images, kernels=kernels, autocast=autocast)
+    run_as = RunAs(packed, find_images(model, length, packed, patches), kernels=kernels, autocast=autocast)
+    if run_as.images is not None:
+        with suppress(*FAILS):
+            return _traced(model, length, name, run_as)
+    return _traced(model, length, name, run_as._replace(images=None))
+
+
+def _traced(model: nn.Module, length: int, name: str, run_as: RunAs) -> ModelSpec:
+    """Make the spec of a model that runs so."""
+    packed, images, _, kernels, _, autocast = run_as
+    part_names = find_part_names(model)
+    seeing, most = ({}, 0.0) if images is None else measure_tower(model, images, autocast)
+    if images is not None:
+        part_names = part_names.with_tower(model, images.blocks)
+    spec = _outline(model, part_names, length, name)
     figures = _figures(model, part_names, length, spec, partial(measure, run_as=run_as))
     sent = partial(measure, run_as=run_as._replace(dispatched=True))
     apart = _figures(model, part_names, length, spec, sent) if spec.stacked else None
     fused = _fused(model, part_names, length, run_as)
     names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
-    parts = [
-        replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
-    ]
+    parts = [replace(p, operations=_operations(k, figures, length)) for k, p in zip(names, of_text(spec), strict=True)]
     eager = getattr(config_of(model), "_attn_implementation", None) == "eager"
     hybrid = bool(mixers(model))
     for i, block in enumerate(part_names.blocks, 1):
@@ -94,7 +117,29 @@ def trace(
             parts[i] = replace(parts[i], operations=replace(parts[i].operations, fused=in_one))
     mixing = bool(mixing_files(model)) * (AS_KERNELS if kernels else IN_TORCH)
     provenance = ["traced", "packed" * packed, IN_AUTOCAST if autocast else "", mixing, said_of(model, images)]
-    return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
+    tower = [
+        replace(part, operations=operations_of(seen, key in part_names.tower, length, _looks_eagerly(model)))
+        for (key, seen), part in zip(seeing.items(), (part for part in spec.parts if part.kind == "tower"), strict=True)
+    ]
+    return replace(
+        spec,
+        parts=(parts[0], *tower, *parts[1:]),
+        provenance=", ".join(filter(None, provenance)),
+        patches=0 if images is None else images.patches,
+        pixels=0 if images is None else images.nbytes,
+        seeing=most / length,
+    )
+
+
+def of_text(spec: ModelSpec) -> list[Part]:
+    """Return the parts of a model without those of a vision tower."""
+    return [part for part in spec.parts if part.kind != "tower"]
+
+
+def _looks_eagerly(model: nn.Module) -> bool:
+    """Return whether a tower's attention keeps its scores."""
+    vision = getattr(image_model(model).config, "vision_config", None)
+    return getattr(vision, "_attn_implementation", None) == "eager"
 
 
 def _in_products(mixer: nn.Module) -> int:
@@ -121,11 +166,14 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
     config = config_of(model)
     units = units_by_part(model, part_names, _cuts(model, part_names))
     blocks = [active_weights(model.get_submodule(block), config).active for block in part_names.blocks]
-    kinds = ["embedding", *("block" for _ in blocks), "head"]
-    meetings = [NO_MIXER, *_meetings(model, part_names), NO_MIXER]
+    ends = ["embedding", *["tower"] * part_names.of_tower]
+    kinds = [*ends, *("block" for _ in blocks), "head"]
+    meetings = [*[NO_MIXER] * len(ends), *_meetings(model, part_names), NO_MIXER]
     parts = tuple(
         Part(kind, part_units, Operations(0.0), active, single=meets[0], groups=meets[1])
-        for kind, part_units, active, meets in zip(kinds, units, [None, *blocks, None], meetings, strict=True)
+        for kind, part_units, active, meets in zip(
+            kinds, units, [*[None] * len(ends), *blocks, None], meetings, strict=True
+        )
     )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     table = max(tables, key=lambda m: m.weight.numel(), default=None)
@@ -147,8 +195,13 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
         chain=part_names.chain,
         mixing=None if (decoder := decoder_of(model)) is None else mixing_layers(decoder),
         tiles=tiles_refused(model) is None,
-        tower=tower_of(model, part_names.before) if part_names.chain else BLIND,
+        tower=tower_of(model, _modules(model, part_names.before)) if part_names.chain else BLIND,
     )
+
+
+def _modules(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return those of these names that are modules'; a parameter may be before the blocks, too (image_newline)."""
+    return [name for name in names if name in dict(model.named_modules())]
 
 
 def _setting(config: Any, name: str) -> int:
@@ -197,7 +250,7 @@ def open_spec(
             f"{positions} or less (data.length in a file)."
         )
     kernels, device = (ALL, "cuda") if forward.on_card else ((), "cpu")
-    spec = trace(model, length, path, packed, kernels, device if forward.autocast else None)
+    spec = trace(model, length, path, packed, kernels, device if forward.autocast else None, forward.patches)
     return replace(spec, provenance=f"{spec.provenance}, beyond its {positions:,} positions") if more else spec
 
 

@@ -22,7 +22,7 @@ from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
 from zero3d.nested import tensors_in
 from zero3d.tools.sim.flops import FlopCounter
-from zero3d.tools.sim.images import Images
+from zero3d.tools.sim.images import Images, with_images
 from zero3d.tools.sim.memory import BUFFERS, INPUTS, Log, MemoryTracker, ObservedArena
 from zero3d.tools.sim.patches import around
 from zero3d.tools.sim.position import PositionTracker
@@ -196,12 +196,15 @@ def blank_batches(
 ) -> list[dict[str, Any]]:
     """Return micro-batches as `zero3d train` reads them: ids and labels [micro_batch, length], positions if packed.
 
-    images   one in every sequence
+    images   those of every sequence
     """
 
     def one() -> dict[str, Any]:
         names = ["input_ids", "labels"] + ["position_ids"] * packed
         made = {name: torch.zeros(shape, dtype=torch.int64) for name in names}
-        return made | ({} if images is None else images.of(made["input_ids"])) | dict(options)
+        if images is not None:
+            ids, shown = with_images(images, *shape)
+            made |= {"input_ids": ids} | shown
+        return made | dict(options)
 
     return [one() for _ in range(count)]

@@ -36,9 +36,11 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
 from zero3d.sequence.group import check_sequence
 from zero3d.shards.boxes import Box
+from zero3d.tools.plan.spec import Patches
 from zero3d.tools.sim.card_autocast import lists_of_cards
 from zero3d.tools.sim.group import FakeMesh, fake_group
 from zero3d.tools.sim.images import TEXT_ALONE, find_images, said_of
+from zero3d.tools.sim.known import KnownValues
 from zero3d.tools.sim.mixer_kernels import ALL, as_kernels
 from zero3d.tools.sim.observe import Observation, blank_batches, observe
 from zero3d.tools.sim.orders import orders
@@ -57,12 +59,19 @@ STEPS = 1000  # of the learning rate's schedule, where the configuration counts 
 
 
 def dry_run(
-    config: Config, rank: int, world: int, backend: str = "nccl", whole: bool = False, per_host: int | None = None
+    config: Config,
+    rank: int,
+    world: int,
+    backend: str = "nccl",
+    whole: bool = False,
+    per_host: int | None = None,
+    patches: Patches | None = None,
 ) -> RankResult:
     """Build this rank's engine and return its second step. Once in a process. Raises ConfigError, MeshError.
 
     whole     run every micro-batch, though some repeat others (repeats.py)
     per_host  ranks on each host; None: on one
+    patches   of a sequence's images; None: of one image
     """
     begun = time.monotonic()
     with fake_group(rank, world), standing_in(backend, bool(config.data.packing)):
@@ -74,7 +83,7 @@ def dry_run(
             schedule.check(m, mesh.pp)
         fewest = micro_batches_to_run(schedule.name, mesh.pp, m, config.zero.stage)
         ran = (m, m) if whole or config.zero.exact else fewest
-        step, images = _observe(config, mesh, ran)
+        step, images = _observe(config, mesh, ran, patches)
         traffic = traffic_of_all(step.first, step.traffic, ran, m, step.engine.policy.reduce)
         alike = step.alike(place.dp)
         return RankResult(
@@ -97,23 +106,23 @@ def dry_run(
         )
 
 
-def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observation, str]:
+def _observe(config: Config, mesh: Mesh, run: tuple[int, int], patches: Patches | None) -> tuple[Observation, str]:
     """Build the engine of a configuration without data, and watch a step of `run` micro-batches (observe.py).
 
     The text says whether its sequences had images. Raises ConfigError for a forward that reads values.
     """
     with naming_text_part(config):
-        return _observed(config, mesh, run)
+        return _observed(config, mesh, run, patches)
 
 
-def _observed(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observation, str]:
+def _observed(config: Config, mesh: Mesh, run: tuple[int, int], patches: Patches | None) -> tuple[Observation, str]:
     batch = resolve_batch(config.train, mesh.dp, mesh.sp)
     opened = open_without_weights(config)
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
         check_packing(opened.module)
     options = forward_options(opened.module)
-    images = find_images(opened.module, config.data.length, bool(config.data.packing))
+    images = find_images(opened.module, config.data.length, bool(config.data.packing), patches)
     said = said_of(opened.module, images)
     shape = (batch.micro_batch, config.data.length)
     health = replace(config.health, replay=0)  # values that do not exist cannot be compared
@@ -142,7 +151,8 @@ def _observed(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observa
         kernels = () if mesh.on_cpu else ALL
         lists = lists_of_cards() if config.autocast and not mesh.on_cpu else nullcontext()
         try:
-            with as_kernels(models[0].module, kernels, bool(config.data.packing)), lists:
+            known: Any = nullcontext() if images is None else KnownValues()
+            with as_kernels(models[0].module, kernels, bool(config.data.packing)), lists, known:
                 return observe(mesh, build, make_batches, run), said
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             tower = said == TEXT_ALONE and config.zero.stage == 3
@@ -181,7 +191,8 @@ def main(lines: Sequence[str]) -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print is no part of the answer
     try:
-        asked = request.rank, request.world, request.backend, request.whole, request.per_host
+        patches = None if request.patches is None else Patches(*request.patches)
+        asked = request.rank, request.world, request.backend, request.whole, request.per_host, patches
         answer = to_json(dry_run(load(request.config), *asked))
     except Zero3dError as error:
         answer = {"error": type(error).__name__, "text": str(error)}

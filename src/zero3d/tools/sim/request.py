@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ class Request:
 
     whole     run every micro-batch, though some repeat others
     per_host  ranks on each host; None: on one
+    patches   fields of tools.plan.images.Patches; None: of one image
     """
 
     config: Mapping[str, Any]
@@ -21,3 +22,4 @@ class Request:
     backend: str
     whole: bool = False
     per_host: int | None = None
+    patches: Sequence[Any] | None = None

@@ -25,6 +25,7 @@ from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.spec.offload import AUTO
+from zero3d.tools.plan.spec import Patches
 from zero3d.tools.sim.request import Request
 from zero3d.tools.sim.result import RankResult, Simulation, from_json
 
@@ -51,12 +52,14 @@ def simulate(
     whole: bool = False,
     watch: Watch = lambda *_: None,
     nodes: int = 1,
+    patches: Patches | None = None,
 ) -> Simulation:
     """Simulate one step of one rank per class (or of `rank` alone).
 
     whole   run every micro-batch, though some repeat others (repeats.py)
     watch   told now and then who is done
     nodes   hosts that the ranks are on, evenly
+    patches of a sequence's images; None: of one image
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there; Interrupted
     where Ctrl-C comes and a rank is done.
     """
@@ -75,7 +78,7 @@ def simulate(
         raise ConfigError(f"{world} ranks on {nodes} nodes: pass --nodes as a divisor of the ranks, from 1.")
 
     def run(number: int) -> RankResult:
-        return in_own_process(Request(to_dict(config), number, world, backend, whole, world // nodes))
+        return in_own_process(Request(to_dict(config), number, world, backend, whole, world // nodes, patches))
 
     results, interrupted = ([run(rank)], False) if rank is not None else _of_all_classes(degrees, run, watch)
     if not results:

@@ -3,6 +3,7 @@
     model.embed_tokens      embedding    what runs before the blocks
     model.layers.0, 1 ..    blocks       of a chain; else the longest list of blocks
     model.norm, lm_head     head         what comes after
+    model.visual            tower        between embedding and blocks, where a sequence has images (tower.py)
 
 Units are `models.blocks.find_units`'s for a 16-bit run; `tools/plan/rank_model.py` puts them together again for other
 runs and for pipelines. A parameter that lies in two parts is a copy in the later one.
@@ -25,6 +26,7 @@ from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.bases import language_model
 from zero3d.models.blocks import find_blocks, find_owners, find_units
 from zero3d.models.chain import block_lists
+from zero3d.models.images import tower_parameters
 from zero3d.models.packing import inner_model
 from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.quantised_experts import stacks_of
@@ -51,19 +53,38 @@ class PartNames:
     blocks  names in order
     before  prefixes of what belongs to the embedding part
     chain   whether pipelines can cut the model
+    tower   names of a tower's blocks in order, if it counts apart from the embedding
+    eyes    names of the tower's parameters; those of them before its blocks
     """
 
     blocks: tuple[str, ...]
     before: tuple[str, ...]
     chain: bool
+    tower: tuple[str, ...] = ()
+    eyes: frozenset[str] = frozenset()
+    first: frozenset[str] = frozenset()
+
+    @property
+    def of_tower(self) -> int:
+        """Count the tower's parts: what runs before its blocks, these, and what runs behind them."""
+        return len(self.tower) + 1 + bool(self.tower) if self.eyes else 0
 
     def part_of(self, name: str) -> int:
-        """Return a parameter's part: 0 the embedding, 1 .. the blocks, then the head."""
-        for index, block in enumerate(self.blocks):
+        """Return a parameter's part: 0 the embedding, 1 .. those of a tower, then the blocks, then the head."""
+        if name in self.eyes:
+            ran = (number for number, block in enumerate(self.tower, 2) if name.startswith(block + "."))
+            return next(ran, 1 if name in self.first else self.of_tower)
+        for index, block in enumerate(self.blocks, self.of_tower + 1):
             if name.startswith(block + "."):
-                return index + 1
+                return index
         inside = name in self.before or any(name.startswith(module + ".") for module in self.before)
-        return 0 if inside else len(self.blocks) + 1
+        return 0 if inside else self.of_tower + len(self.blocks) + 1
+
+    def with_tower(self, model: nn.Module, blocks: tuple[str, ...]) -> PartNames:
+        """Return the names where the tower with these blocks counts apart."""
+        names = list(tower_parameters(model).values())
+        before = next((at for at, name in enumerate(names) if any(name.startswith(b + ".") for b in blocks)), 0)
+        return replace(self, tower=blocks, eyes=frozenset(names), first=frozenset(names[:before]))
 
 
 def find_part_names(model: nn.Module, blocks: str | None = None) -> PartNames:
@@ -126,7 +147,8 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
     matrices = _matrices(model)
     undecayed = {model.get_parameter(name) for name in norms_and_biases(model)}
     exempt = {p for p in undecayed if p.requires_grad}  # the first group of the optimizer
-    parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(len(part_names.blocks) + 2)]
+    count = part_names.of_tower + len(part_names.blocks) + 2
+    parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(count)]
     unit_of: dict[nn.Parameter, tuple[str, int, Weight]] = {}
     for spec in specs:
         kept = None if spec.dtype == RUN else spec.dtype.itemsize
