@@ -51,7 +51,7 @@ def test_axes_are_less_simple_in_their_order_and_states_off_the_device_than_any(
         {"dp": 8, "stage": 0}, {"dp": 8, "stage": 0, "shard": 4}, {"dp": 8, "stage": 1}, {"dp": 8, "stage": 1, "shard": 4},
         {"dp": 8, "stage": 2}, {"dp": 8, "stage": 3}, {"dp": 8, "stage": 3, "second_shard": 4}, {"dp": 4, "tp": 2},
         {"dp": 2, "tp": 4}, {"dp": 8, "stage": 0, "sp": 2}, {"dp": 8, "stage": 0, "ep": 2}, {"dp": 4, "stage": 3, "pp": 2},
-        {"dp": 2, "pp": 4}, {"dp": 8, "stage": 3, "offload": "host"},
+        {"dp": 2, "pp": 4}, {"dp": 2, "pp": 4, "schedule": "interleaved"}, {"dp": 2, "pp": 4, "schedule": "zero-bubble"}, {"dp": 8, "stage": 3, "offload": "host"},
     ]  # fmt: skip
     found = [complexity(ParallelPlan(**plan)) for plan in order]
     assert all(one < after for one, after in pairwise(found))
@@ -214,6 +214,19 @@ def test_of_adapters_the_first_lines_say_how_much_of_what_is_reserved_lives(caps
     for more, said in ((["--lora", "r=4"], True), ([], False)):
         assert main([*words, *more]) == 0
         assert ("that is what the card reserves: " in capsys.readouterr().out) is said
+
+
+def test_what_no_published_run_was_compared_with_is_said(capsys):
+    words = ["plan", "explain", "model.path=demo", "data.length=128", "train.micro_batch=1", "mesh.dp=1"]
+    for card, missing in (("a100", []), ("l4", ["l4"])):
+        assert main([*words, "--gpu", card]) == 0
+        said = "no published run of l4 was compared with its plan" in capsys.readouterr().out
+        assert main([*words, "--gpu", card, "--json"]) == 0
+        assert (json.loads(capsys.readouterr().out)["not_judged"], said) == (missing, bool(missing))
+    assert list(plan_text.judged_lines(MODEL, cluster("t4", 1), ParallelPlan())) == [
+        "no published run of t4 was compared with its plan"
+    ]
+    assert not list(plan_text.judged_lines(MODEL, PLACE, ParallelPlan()))
 
 
 def test_lines_are_folded_below_themselves_and_short_ones_stay():

@@ -249,6 +249,7 @@ def _lines(explained: Explained) -> Iterator[str]:
     yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
     yield from plan_text.without_bf16(plan, cluster)
+    yield from plan_text.judged_lines(model, cluster, plan)
     yield from plan_text.lengths_lines(explained.lengths, explained.unknown, plan)
     yield ""
     yield from explain_text.memory_lines(estimate.memory)

@@ -8,6 +8,7 @@ from typing import Any
 from zero3d.tools.page.plan_text import Answer, distinct, mfu, power_from
 from zero3d.tools.plan.bill import Bill
 from zero3d.tools.plan.goodput import goodput
+from zero3d.tools.plan.judged import not_judged
 from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.links import Way
 from zero3d.tools.plan.margin import Ends, Margin, Range
@@ -68,6 +69,7 @@ def plan_json(
         "device_range_bytes": Range.of(row.estimate.memory.device, margin.share)._asdict(),
         "fits_up_to": None if ends is None else ends._asdict(),
         "mfu": mfu(row, cluster),
+        "not_judged": list(not_judged(model, cluster, row.plan)),
     }
 
 

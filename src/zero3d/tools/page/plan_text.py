@@ -19,6 +19,7 @@ from zero3d.tools.plan.bill import Bill
 from zero3d.tools.plan.choice import EQUAL, Choice, choose
 from zero3d.tools.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.tools.plan.inputs import without_effect
+from zero3d.tools.plan.judged import judged
 from zero3d.tools.plan.ladder import Rung, differs
 from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.links import Way, as_words, fastest
@@ -146,7 +147,14 @@ def headline(answer: Answer) -> Iterator[str]:
     yield f"   {seconds_text(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
     yield f"   margin {100 * answer.margin.share:.3g} %: {answer.margin.origin}"
     yield from (f"   {line}" for line in without_bf16(row.plan, cluster))
+    yield from (f"   {line}" for line in judged_lines(answer.model, cluster, row.plan))
     yield from (f"   {line}" for line in lengths_lines(answer.lengths, answer.unknown, row.plan))
+
+
+def judged_lines(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> Iterator[str]:
+    """Yield a line on what of a plan no published run was compared with."""
+    said = judged(model, cluster, plan)
+    yield from [] if said is None else [said]
 
 
 def lengths_lines(lengths: Lengths | None, unknown: str, plan: ParallelPlan) -> Iterator[str]:

@@ -4,7 +4,7 @@
 
 Plans within `EQUAL` of the fastest one's seconds are equal: published pairs that near were not ordered reliably. A plan
 is as complex as its last axis in this order, then as that axis' degree, then as the axes before. States off the device
-are less simple than any axis. Among equals in all of this the fastest is taken.
+are less simple than any axis, and of pipelines 1f1b is the simplest. Among equals in all of this the fastest is taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from zero3d.tools.plan.constants import constant
-from zero3d.tools.plan.search import Row
+from zero3d.tools.plan.search import PIPELINES, Row
 from zero3d.tools.plan.spec import ParallelPlan
 
 EQUAL = constant("step", "apart")  # share of a step's seconds
@@ -56,4 +56,5 @@ def complexity(plan: ParallelPlan) -> tuple[int, ...]:
     away = int(bool(plan.offload.states)) + int(plan.offload.activations_leave)
     second = int(plan.zero.second_shard is not None or plan.shard < plan.dp)
     stage = plan.zero.stage if plan.shard > 1 else 0
-    return away, plan.pp, plan.ep, plan.sp, plan.tp, stage, second
+    schedule = PIPELINES.index(plan.schedule) if plan.pp > 1 and plan.schedule in PIPELINES else 0
+    return away, plan.pp, plan.ep, plan.sp, plan.tp, stage, second, schedule
