@@ -24,6 +24,7 @@ from zero3d.tools.plan.search import (
     ACTIVATIONS,
     LONG,
     PIPELINES,
+    SEGMENTS,
     Row,
     Target,
     divisors,
@@ -50,14 +51,14 @@ def price(model, place, plan):
     if plan.offload.optimizer == "host":
         on_host = 12 * share / plan.dp
         states -= on_host
-    keep = {"none": 1e5, "selective": 5e4, "full": 1e4}[plan.activations]
+    keep = {"none": 1e5, "selective": 5e4}.get(plan.activations, 1e4)
     used = states + keep * plan.micro_batch * model.length / plan.tp
     seconds = (
         1
         + 0.1 * plan.tp
         + 0.2 * plan.pp
         + 0.05 * plan.zero.stage
-        + {"none": 0, "selective": 0.1, "full": 0.3}[plan.activations]
+        + {"none": 0, "selective": 0.1}.get(plan.activations, 0.3)
     )
     seconds += 1 / plan.micro_batch + plan.world / 1e4 - 0.001 * place.gpus
     return Estimate(
@@ -498,11 +499,11 @@ def mixture(blocks, experts):
     return replace(dense, parts=parts, experts=experts, chosen=2)
 
 
-def every_plan(model, place, sequences, tiers):
+def every_plan(model, place, sequences, tiers, recomputed):
     """All plans of the search's table, by its words: whatever is not said there, an engine refuses."""
     world, long = place.gpus, model.length >= LONG
     for (pp, tp), stage, away, schedule, activations, sliced in product(
-        product(divisors(world), repeat=2), range(4), tiers, PIPELINES, ACTIVATIONS, (False, True)
+        product(divisors(world), repeat=2), range(4), tiers, PIPELINES, recomputed, (False, True)
     ):
         dp = world // pp // tp
         least = 3 if away.params != "none" else 2 if away.gradients == "host" else 0
@@ -530,12 +531,13 @@ def every_plan(model, place, sequences, tiers):
 NODES = cluster("a100-80", 4, 2)
 HOST = (Offload(), *(Offload("host", params, to) for to in ("auto", "host") for params in ("none", "host")))
 NEAR, INPUTS = (Offload(),), (Offload(activations="host"),)
-GRIDS = {  # the last: what may leave the device, in turn, each where nothing fits before
-    "dense": (gpt(4, 256, 4, 1000, 256), NODES, 8, "none", [NEAR]),
-    "experts": (mixture(2, 4), cluster("a100-80", 4), 4, "none", [NEAR]),
-    "words": (gpt(2, 256, 4, 400_000, 1024), cluster("a100-80", 4, 2), 16, "none", [NEAR]),  # logits of 5.7 GB and more
-    "long": (gpt(8, 256, 4, 1000, LONG), NODES, 2, "none", [NEAR, INPUTS]),
-    "offload": (gpt(2, 256, 4, 1000, 256), cluster("a100-80", 2), 2, "host", [HOST]),
+FIRST, SECOND = (NEAR, ACTIVATIONS), (NEAR, SEGMENTS)
+GRIDS = {  # the last: what may leave the device, and what is recomputed, in turn, each where nothing fits before
+    "dense": (gpt(4, 256, 4, 1000, 256), NODES, 8, "none", [FIRST]),
+    "experts": (mixture(2, 4), cluster("a100-80", 4), 4, "none", [FIRST]),
+    "words": (gpt(2, 256, 4, 400_000, 1024), cluster("a100-80", 4, 2), 16, "none", [FIRST]),  # logits of 5.7 GB, more
+    "long": (gpt(8, 256, 4, 1000, LONG), NODES, 2, "none", [FIRST, SECOND, (INPUTS, ACTIVATIONS)]),
+    "offload": (gpt(2, 256, 4, 1000, 256), cluster("a100-80", 2), 2, "host", [(HOST, ACTIVATIONS)]),
 }
 
 
@@ -543,9 +545,9 @@ GRIDS = {  # the last: what may leave the device, in turn, each where nothing fi
 def test_a_search_finds_what_pricing_every_plan_of_its_table_does(name):
     model, place, sequences, offload, rounds = GRIDS[name]
     place = replace(place, communicator=0.0)  # of models so small they would take more than all else
-    turns = [{}, {}][: len(rounds)]
-    for priced, tiers in zip(turns, rounds, strict=True):
-        for plan in every_plan(model, place, sequences, tiers):
+    turns = [{} for _ in rounds]
+    for priced, (tiers, activations) in zip(turns, rounds, strict=True):
+        for plan in every_plan(model, place, sequences, tiers, activations):
             with suppress(ConfigError):  # what an engine refuses
                 plan = faster_reduction(model, plan, place) if plan.shard > 1 else plan
                 priced[plan] = evaluate(model, place, plan)
@@ -563,8 +565,71 @@ def test_a_search_finds_what_pricing_every_plan_of_its_table_does(name):
 
 
 def limits_of(turns):
-    """Bytes that some plans fit: for each turn some of its own alone, and half of the first turn's."""
+    """Bytes that some plans fit: for each turn that needs less than those before its least, and half of the first's."""
     sizes = [sorted(estimate.memory.device for estimate in priced.values()) for priced in turns]
-    least = [sizes[0][len(sizes[0]) // 2], *(each[0] for each in sizes)]
-    assert least[1:] == sorted(least[1:], reverse=True)
-    return least
+    least = [each[0] for each in sizes]
+    assert len(turns) == 1 or min(least) < least[0]
+    return [sizes[0][len(sizes[0]) // 2], *(each for at, each in enumerate(least) if each == min(least[: at + 1]))]
+
+
+DEEP = gpt(128, 256, 4, 1000, 4096)
+
+
+def test_blocks_are_recomputed_in_segments_where_nothing_fits_otherwise():
+    place = cluster("h100", 1)
+    least = min(
+        evaluate(DEEP, place, ParallelPlan(activations=activations, accumulate=4)).memory.device
+        for activations in ("full", *SEGMENTS)
+    )
+    whole = evaluate(DEEP, place, ParallelPlan(activations="full", accumulate=4)).memory.device
+    assert least < whole
+    for room, kinds in ((1.01 * whole, {"full"}), ((least + whole) / 2, {*SEGMENTS})):
+        rows = search(DEEP, place, Target(4, room, margin=0.0), evaluate, BOUNDS).rows
+        assert {row.plan.activations for row in rows} <= kinds
+        assert {row.plan.optimizer for row in rows} == {"adamw"}
+
+
+# --- model.linear -------------------------------------------------------------------------------
+
+
+WIDE = llama(8, 4096, 32, 8, 14336, 32000, 4096)
+H100 = cluster("h100", 8)
+
+
+def test_linear_layers_in_fp8_are_priced_by_their_products_scales_and_copies():
+    plans = [ParallelPlan(dp=8, stage=3, linear=linear) for linear in (None, "fp8")]
+    wide, narrow = (evaluate(WIDE, H100, plan) for plan in plans)
+    matrices = [each.seconds.parts["matrices"] for each in (wide, narrow)]
+    assert 1 / 2 < matrices[1] / matrices[0] < 0.9  # twice as fast, but for scales, and the head
+    same = {
+        name for name, value in narrow.seconds.parts.items() if isclose(value, wide.seconds.parts[name], abs_tol=1e-9)
+    }
+    assert narrow.seconds.parts.keys() - same == {"matrices"}
+    copies = 14336 * 4096 + 4096 * 14336  # of the largest weight, and of a micro-batch's tokens beside it
+    assert isclose(narrow.memory.allocated - wide.memory.allocated, copies)
+    assert any("model.linear=fp8: linear layers of blocks" in note for note in narrow.notes)
+
+
+def test_layers_whose_sizes_16_does_not_divide_and_the_head_stay_in_16_bits():
+    odd = llama(8, 4088, 28, 7, 14328, 32000, 4096)
+    assert (
+        evaluate(odd, H100, ParallelPlan(dp=8, linear="fp8")).seconds == evaluate(odd, H100, ParallelPlan(dp=8)).seconds
+    )
+    few = llama(1, 256, 4, 4, 512, 256_000, 4096)
+    seconds = [evaluate(few, H100, ParallelPlan(linear=linear)).seconds.parts["matrices"] for linear in (None, "fp8")]
+    assert seconds[1] / seconds[0] > 0.9
+
+
+def test_fp8_is_searched_only_where_it_is_asked_for_without_tp_and_refused_on_cards_without_it():
+    rows, asked = (
+        search(WIDE, H100, Target(16, 80e9, margin=0.0, linear=linear, compile=linear is not None), evaluate, BOUNDS)
+        for linear in (None, "fp8")
+    )
+    assert {row.plan.linear for row in rows.rows} == {None}
+    assert {(row.plan.linear, row.plan.tp, row.plan.compile) for row in asked.rows} == {("fp8", 1, True)}
+    assert any(each.reason == "model.linear=fp8 does not work with tp yet" for each in asked.rejected)
+    assert asked.rows[0].estimate.seconds.mid < rows.rows[0].estimate.seconds.mid
+    written = train_config(WIDE, asked.rows[0].plan, "demo", None)
+    assert (written["model"]["linear"], written["train"]["compile"]) == ("fp8", True)
+    with pytest.raises(ConfigError, match=r"model.linear=fp8 multiplies in fp8, which a100-80 cannot"):
+        evaluate(WIDE, cluster("a100-80", 8), ParallelPlan(dp=8, linear="fp8"))

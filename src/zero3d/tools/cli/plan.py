@@ -31,6 +31,7 @@ from zero3d.tools.cli import plan_theory
 from zero3d.tools.cli.kept_specs import open_spec
 from zero3d.tools.cli.plan_options import (
     format_of,
+    linear_of,
     lora_of,
     margin_of,
     number,
@@ -119,6 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize", metavar="F", help=f"hold frozen linear layers in {' or '.join(FORMATS)} (beside --lora)"
     )
+    parser.add_argument("--linear", metavar="F", help="multiply linear layers in fp8 (model.linear), on cards that can")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks (train.compile)")
     parser.add_argument("--goal", default="fastest", help=f"{', '.join(GOALS)} (default %(default)s)")
     parser.add_argument(
         "--offload",
@@ -194,6 +197,11 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     tuned = bool(arguments.lora) or (is_tuned(file.config) if file else path is not None and has_weights(path))
     sequences, batch = sequences_of(arguments, model, cluster, file, tuned)
     target = Target(sequences, room, arguments.goal, arguments.offload, optimizer, quantize, margin)
+    linear = linear_of(arguments.linear) or (file.config.model.linear if file else None)
+    if linear is not None and (arguments.lora or quantize or (file and is_tuned(file.config))):
+        raise ConfigError(f"--linear {linear} is for models of which all is trained: leave out --lora and --quantize.")
+    compiled = arguments.compile or bool(file and file.config.train.compile)
+    target = target._replace(linear=linear, compile=compiled)
     priced = cache(
         evaluate if lengths is None else with_lengths(evaluate, lengths)
     )  # knobs and rungs are in part what the search has tried

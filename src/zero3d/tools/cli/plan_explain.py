@@ -55,6 +55,8 @@ OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> w
     "goal": "",
     "offload": "offload.optimizer=PLACE",
     "optimizer": "optimizer.name=NAME",
+    "linear": "model.linear=fp8",
+    "compile": "train.compile=true",
     "top": "",
     "emit": "",
     "emit_deepspeed": "",

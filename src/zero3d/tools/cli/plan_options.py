@@ -12,6 +12,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.spec.formats import FORMATS
 from zero3d.tools.cli.plan_theory import MOST_PARAMS, parse_gpus, parse_params
 from zero3d.tools.plan.hardware import base_of, card, check_card, cluster, read_file
+from zero3d.tools.plan.kernels import FP8
 from zero3d.tools.plan.spec import ClusterSpec, Patches
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
@@ -140,6 +141,13 @@ def lora_of(asked: str) -> Lora:
     if key != "r" or not rank.isdecimal() or int(rank) < 1:
         raise ConfigError(f"--lora {asked!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
     return Lora(rank=int(rank), targets=(ALL_LINEAR,), dropout=0.05)
+
+
+def linear_of(asked: str | None) -> str | None:
+    """Return what --linear asks for. Raises ConfigError for anything but fp8."""
+    if asked not in (None, FP8):
+        raise ConfigError(f"--linear {short(asked)!r} is unknown: pass {FP8}, or leave it out.")
+    return asked
 
 
 def format_of(asked: str | None) -> str | None:

@@ -30,7 +30,7 @@ ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
 FOR = "plan"  # the section of what it was planned for
 REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
-NARROW = (("model", "quantize"), ("optimizer", "name"))  # keys that a plan may say where nothing fits otherwise
+NARROW = (("model", "quantize"), ("model", "linear"), ("optimizer", "name"))  # keys that a plan may say
 PORTIONS = (*REPLACED, "tiled_loss", "compile")  # of train that a plan may say
 
 

@@ -43,7 +43,7 @@ SLICE = 4.0  # bytes of an element that a process reads
 
 Stages = tuple[int, ...]
 Setting = tuple[Zero, Offload, Mesh, str, str, float | None, int]
-Running = tuple[Mesh, str, str, str, bool, bool, int]
+Running = tuple[Mesh, str, str, str, str | None, bool, bool, int]
 
 
 def memory_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, above: float = inf) -> float:
@@ -151,7 +151,8 @@ def _running(model: ModelSpec, plan: ParallelPlan) -> Running:
     """Return what activations of one sequence a micro-batch depend on."""
     many = micro_batches_to_run(plan) if plan.pp > 1 else min(2, plan.accumulate)
     exact, tiled = plan.zero.exact, tiles_loss(model, plan)
-    return _unsharded(plan.mesh), plan.activations, plan.offload.activations, plan.precision, tiled, exact, many
+    how = plan.activations, plan.offload.activations, plan.precision, plan.linear
+    return _unsharded(plan.mesh), *how, tiled, exact, many
 
 
 @lru_cache(maxsize=4096)
@@ -161,8 +162,9 @@ def _unsharded(mesh: Mesh) -> Mesh:
 
 @lru_cache(maxsize=4096)
 def _one_sequence(running: Running) -> ParallelPlan:
-    mesh, activations, place, precision, tiled, exact, many = running
-    plan = ParallelPlan(mesh=mesh, activations=activations, precision=precision, tiled_loss=tiled, exact=exact, stage=0)
+    mesh, activations, place, precision, linear, tiled, exact, many = running
+    how = {"activations": activations, "precision": precision, "linear": linear, "tiled_loss": tiled, "exact": exact}
+    plan = ParallelPlan(mesh=mesh, stage=0, **how)
     return plan.replace(offload=Offload(activations=place)).sized(1, many)
 
 

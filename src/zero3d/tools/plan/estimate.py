@@ -52,6 +52,7 @@ WITHOUT_AUTOCAST = "activations are those of a forward without autocast, which k
 TILED = "train.tiled_loss=auto computes the next-token loss in tiles here, without {:.1f} GB of logits"
 KERNELS = "mixers priced as kernels of fla, mamba_ssm and causal_conv1d, by formula; not compared with a published run"
 ONE_DOCUMENT = "mixers priced in torch, with one document in each row: of packed rows they scan each document by itself"
+WITHOUT_FP8 = ("cpu", "v100", "t4", "a100", "a10g", "a6000", "rtx-3090")  # cards below what models/fp8.py asks for
 ROUNDED = "losses are not bitwise those without {}: {}"
 UNPACKED = "planned with one document per sequence: data.packing=true keeps a mask and repeated key-value heads, too"
 
@@ -137,6 +138,11 @@ def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, *, as_
         virtual = Schedule.of(plan.schedule).chunks_per_rank
         plan = plan if plan.virtual == virtual else plan.replace(virtual=virtual)
     check_degrees(model, cluster, plan)
+    if as_zero3d and plan.linear is not None and cluster.gpu.name.startswith(WITHOUT_FP8):
+        raise ConfigError(
+            f"model.linear={plan.linear} multiplies in fp8, which {cluster.gpu.name} cannot: leave it out, or plan for "
+            "a card of compute capability 8.9 or more, such as h100."
+        )
     plan = chosen_executor(with_algorithm(plan, cluster), cluster)
     return with_weights(model, plan, cluster) if as_zero3d else plan
 
@@ -184,6 +190,8 @@ def _rounded(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     """Yield what a plan rounds more than it must, and why that changes bits."""
     if OPTIMIZERS[plan.optimizer].coded:
         yield f"optimizer.name={plan.optimizer}", FACTS["moments"].why
+    if plan.linear is not None:
+        yield f"model.linear={plan.linear}", "linear layers of blocks multiply in 8 bits; all else is in bf16"
     if plan.zero.reduce_dtype == "bf16":
         yield "zero.reduce_dtype=bf16", FACTS["wire"].why
 

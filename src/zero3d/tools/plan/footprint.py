@@ -19,6 +19,7 @@ from zero3d.spec.dtypes import Dtype
 from zero3d.spec.offload import AUTO
 from zero3d.tools.plan.constants import constant
 from zero3d.tools.plan.inputs import share_here
+from zero3d.tools.plan.kernels import multiplies_in_fp8
 from zero3d.tools.plan.rank_model import dtype_of
 from zero3d.tools.plan.sequence import kept_more
 from zero3d.tools.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
@@ -64,6 +65,7 @@ def run_of(model: ModelSpec, plan: ParallelPlan) -> Run:
         tiles_loss(model, plan),
         plan.pp == 1,
         plan.tp == plan.sp == 1,
+        plan.linear is not None,
     )
 
 
@@ -98,6 +100,7 @@ class Run(NamedTuple):
     tiled     the loss is computed tile by tile
     uncut     no pipeline cuts the model
     fuses     kernels that do all of a mixer run: a rank has all heads and whole sequences
+    linear    linear layers of blocks multiply in fp8
     """
 
     model: ModelSpec
@@ -113,6 +116,7 @@ class Run(NamedTuple):
     tiled: bool
     uncut: bool
     fuses: bool
+    linear: bool = False
 
     @property
     def width(self) -> float:
@@ -223,7 +227,16 @@ class Run(NamedTuple):
                 loss = max(loss, nbytes)
             else:
                 own = max(own, nbytes)
-        return loss, own
+        return loss, own + (_copies(part, self.tokens) if self.linear else 0.0)
+
+
+@lru_cache(maxsize=1024)
+def _copies(part: Part, tokens: int) -> float:
+    """Return the bytes of the factors of a block's largest product in 8 bits, beside those in 16 that they are of."""
+    if part.kind != "block":
+        return 0.0
+    shapes = [weight.shape for unit in part.units for weight in unit.weights if len(weight.shape) == 2]
+    return float(max((n * k + tokens * max(n, k) for n, k in shapes if multiplies_in_fp8(n, k)), default=0))
 
 
 @lru_cache(maxsize=1024)

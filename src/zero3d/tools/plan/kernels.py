@@ -47,6 +47,8 @@ BY_KERNEL = ("nf4", "nf4-double")
 HOPPER = ("h100-96", "h100", "h200")
 IMBALANCE = constant("experts", "imbalance")
 PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
+FP8, MULTIPLE = "fp8", 16  # of model.linear; both sizes of its matrices are a multiple
+SCALED = 2 + 2 + 1  # bytes that are moved to scale and round a value in bf16
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,7 @@ class _Run(NamedTuple):
     kernels: Kernels
     compiled: bool
     decoded: float
+    linear: bool
 
 
 def _run(
@@ -313,8 +316,8 @@ def _run(
     tokens = plan.tokens(model.length)
     by_kernel = plan.quantize in BY_KERNEL and cluster.gpu.name != CPU
     decoded = kernels.decoded_nf4 if by_kernel else kernels.decoded
-    whole = plan.micro_batch * model.length
-    return _Run(tokens, whole, Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels, plan.compile, decoded)
+    whole, how = plan.micro_batch * model.length, (kernels, plan.compile, decoded, plan.linear == FP8)
+    return _Run(tokens, whole, Divided.of(plan, busy), cluster.gpu, speed, narrow, *how)
 
 
 @lru_cache(maxsize=1024)
@@ -326,7 +329,7 @@ def _works(model: ModelSpec, run: _Run) -> tuple[PartWork, ...]:
 
 @lru_cache(maxsize=4096)
 def _part_work(shape: Shape, run: _Run) -> PartWork:
-    tokens, whole, by, gpu, speed, narrow, kernels, compiled, decoded = run
+    tokens, whole, by, gpu, speed, narrow, kernels, compiled, decoded, linear = run
     rates, tp = kernels.rates_of(gpu), by.tp
     if shape.kind == "tower":
         tokens, tp = whole, 1
@@ -335,7 +338,8 @@ def _part_work(shape: Shape, run: _Run) -> PartWork:
     bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
     routed = 0.0 if shape.stack is None else 2.0 * shape.stack.share * shape.stack.elements
     dense = operations.matrices - routed
-    reached = _Products(narrow * peak, bandwidth, kernels.launch, gpu.half, decoded)
+    in_8_bits = kernels.fp8 if linear and shape.kind == "block" else 0.0
+    reached = _Products(narrow * peak, bandwidth, kernels.launch, gpu.half, decoded, in_8_bits)
     counted = sum(2.0 * n * k * many for (n, k), *_, many in shape.matrices) if shape.kind == "tower" else 0.0
     if counted:  # rows are of patches, or of several as one
         matrices = _matrices(shape, counted, max(1, round(tokens * dense / counted)), tp, reached)
@@ -378,6 +382,7 @@ class _Products(NamedTuple):
 
     half     the side of a square product at which a card reaches half of `peak`
     decoded  bytes moved for each weight that is decoded
+    eighths  products of linear layers in 8 bits over those in 16; 0 where none are in 8 (model.linear)
     """
 
     peak: float
@@ -385,13 +390,13 @@ class _Products(NamedTuple):
     launch: float
     half: float
     decoded: float
+    eighths: float
 
 
 def _experts(stack: Stack, flops: float, by: Divided, rates: _Products) -> Work:
     """Time the products of a layer's experts: every rank reads its own once for each source of rows."""
-    peak, bandwidth, launch, _, decoded = (
-        rates  # how many rows an expert gets is a router's to say, so none is called small
-    )
+    peak, bandwidth, launch, decoded = rates.peak, rates.bandwidth, rates.launch, rates.decoded
+    # how many rows an expert gets is a router's to say, so none is called small
     tp = by.tp if stack.cut and not by.sources else 1
     read = 2.0 * stack.elements / tp * max(1, by.sources) / by.ep
     busy = by.busy if by.ep > 1 else 1.0
@@ -404,20 +409,42 @@ def _experts(stack: Stack, flops: float, by: Divided, rates: _Products) -> Work:
 
 def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: _Products) -> Work:
     """Time all products with weights; `dense` operations beyond these (convolutions) run at the same rate."""
-    peak, bandwidth, launch, half, decoded = rates
+    peak, bandwidth, launch, half, decoded, eighths = rates
     forward = backward = counted = 0.0
     for (rows, columns), cut, trainable, packed, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
         reached = peak / (1 + half / min(tokens, n, k))
+        counted += many * 2.0 * rows * columns
+        if eighths and multiplies_in_fp8(rows, columns) and not packed:
+            there, back = _in_8_bits(tokens, n, k, rates._replace(peak=eighths * reached))
+            forward += many * there
+            backward += many * (back if trainable else there)
+            continue
         seconds = 2.0 * tokens * n * k / reached + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + launch
         seconds += decoded * n * k / bandwidth if packed else 0.0
         forward += many * seconds
         backward += many * seconds * (2 if trainable else 1)
-        counted += many * 2.0 * rows * columns
     if not counted:
         return Work(dense * tokens / tp / peak, 2 * dense * tokens / tp / peak)
     scale = dense / counted
     return Work(forward * scale, backward * scale)
+
+
+def multiplies_in_fp8(rows: int, columns: int) -> bool:
+    """Return whether a linear layer of a block multiplies in fp8 under model.linear, by its sizes (models/fp8.py)."""
+    return rows % MULTIPLE == columns % MULTIPLE == 0
+
+
+def _in_8_bits(tokens: int, n: int, k: int, rates: _Products) -> Work:
+    """Time a linear layer whose products are in 8 bits: forward, and both products of the backward.
+
+    Each product's factors are scaled and rounded first: read for their largest value, read again, written as bytes.
+    """
+    inputs, weights, outputs = tokens * k, n * k, tokens * n
+    product = 2.0 * tokens * n * k / rates.peak + rates.launch
+    forward = (SCALED + 1) * (inputs + weights) + 2.0 * outputs
+    backward = SCALED * (inputs + weights + outputs) + (3.0 * inputs + 3.0 * weights + 2.0 * outputs)
+    return Work(product + forward / rates.bandwidth, 2 * product + backward / rates.bandwidth)
 
 
 def total(works: Iterable[PartWork]) -> PartWork:

@@ -12,7 +12,7 @@
     shard              all of dp, its ranks on a node                                  one node, stage 0
     ZeRO stage         0, 1, 2, 3                                                      dp = 1: all are stage 0
     micro-batch        powers of two that divide a rank's sequences                    above one that does not fit
-    recomputation      none, selective, full
+    recomputation      none, selective, full; every:2, every:4, every:8                one fits without the latter
     sequence parallel  off, on                                                         tp = 1, the length not whole
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
     reduce_scatter     auto, or what the links' formulas call faster than it           dp = 1
@@ -27,10 +27,10 @@ Memory decides first: it grows with the micro-batch, so the first that does not 
 timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest. What fits, and
 lacks bytes of the margin beyond it, is a row behind all others: it says how many (`Row.lacks`).
 
-States leave the device where nothing fits otherwise, for the host before a disk; or as far as the caller says. So do
-the inputs of recomputed blocks of long sequences, before them. What rounds more than was asked is tried between the
-two, each by itself and then all of it: losses have other bits then, as the row and a note say. The loss of long
-sequences is computed tile by tile.
+Blocks are recomputed in segments where nothing fits otherwise. Then states leave the device, for the host before a
+disk, or as far as the caller says; and before them the inputs of recomputed blocks of long sequences. What rounds more
+than was asked is tried between the two, each by itself and then all of it: losses have other bits then, as the row and
+a note say. The loss of long sequences is computed tile by tile.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ LONG = 16384  # tokens of a sequence from which it may be cut over sp
 FINER = {NF4.name: NF4_DOUBLE.name}  # a format, and one that takes less
 DEVICE_MEMORY = "the GPU's memory"
 ACTIVATIONS = ("none", "selective", "full")
+SEGMENTS = ("every:2", "every:4", "every:8")  # bits and seconds of full, fewer inputs and more interiors
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 
 
@@ -170,6 +171,8 @@ class Target(NamedTuple):
     quantize   the format of frozen linear layers, whose bytes the model says
     margin     share of planned bytes that must be there beyond them; None: as kinds of runs have it
     rounds     what rounds more than was asked is tried, too, where nothing fits otherwise
+    linear     fp8 where linear layers multiply in it (model.linear)
+    compile    blocks are compiled (train.compile)
     """
 
     sequences: int
@@ -180,6 +183,8 @@ class Target(NamedTuple):
     quantize: str | None = None
     margin: float | None = None
     rounds: bool = True
+    linear: str | None = None
+    compile: bool = False
 
     def margin_for(self, model: ModelSpec, plan: ParallelPlan) -> Margin:
         """Return the margin of a plan."""
@@ -245,6 +250,7 @@ class _Turn(NamedTuple):
     """What is tried at a time.
 
     tiers         what may leave the device
+    activations   what may be recomputed
     quantize      the format of frozen layers
     optimizer     the name of its row
     reduce_dtype  in which gradients are reduced
@@ -254,6 +260,7 @@ class _Turn(NamedTuple):
     quantize: str | None
     optimizer: str
     reduce_dtype: str = Zero.reduce_dtype
+    activations: tuple[str, ...] = ACTIVATIONS
 
     @classmethod
     def of(cls, target: Target, tiers: Tiers) -> _Turn:
@@ -262,8 +269,7 @@ class _Turn(NamedTuple):
 
     def having(self, settings: Mapping[str, str]) -> _Turn:
         """Return the same with other settings."""
-        now = self._asdict() | dict(settings)
-        return _Turn(**now)
+        return _Turn(**self._asdict() | dict(settings))
 
     def reduces_alone(self, target: Target) -> bool:
         """Return whether it differs from what was asked in reductions alone, of which a rank by itself has none."""
@@ -274,13 +280,16 @@ class _Turn(NamedTuple):
 def _turns(target: Target, model: ModelSpec, packs: bool, precision: str) -> Iterator[_Turn]:
     """Yield what is tried in turn: what may leave the device, the least first, and between two of these what rounds.
 
-    Of long sequences inputs of recomputed blocks leave first.
+    Before any leaves, blocks are recomputed in segments. Of long sequences inputs of recomputed blocks leave first.
     """
     for tiers in ROUNDS[target.offload]:
         turns = [tiers]
         if model.length >= LONG:
             turns.append(tuple(replace(away, activations=place) for away in tiers for place in tiers_of(INPUTS)))
-        yield from (_Turn.of(target, each) for each in turns)
+        for each in turns:
+            yield _Turn.of(target, each)
+            if each == NEAR:
+                yield _Turn.of(target, each)._replace(activations=SEGMENTS)
         if tiers == NEAR and target.rounds:
             for each in turns:
                 known = _Turn.of(target, each)
@@ -386,12 +395,12 @@ class _Group(NamedTuple):
 
 def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, turn: _Turn, account: _Account) -> Iterator[_Group]:
     """Yield groups of plans that differ in the micro-batch alone."""
-    for pp, dp, tp in _degrees(model, cluster, target.sequences, account):
+    for pp, dp, tp in _degrees(model, cluster, target.sequences, target.linear, account):
         if dp == 1 and turn.reduces_alone(target):
             continue
         for stage, away in _stages(dp, turn.tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
-                for activations, (ep, sp, sliced) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
+                for activations, (ep, sp, sliced) in product(turn.activations, _inside(model, dp, tp, schedule)):
                     if target.sequences % (dp // sp) or (away.activations_leave and activations != "full"):
                         continue
                     virtual = Schedule.of(schedule).chunks_per_rank
@@ -405,6 +414,8 @@ def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, turn: _Turn,
                         tiled_loss=model.length >= LONG or AUTO,
                         optimizer=turn.optimizer,
                         quantize=turn.quantize,
+                        linear=target.linear,
+                        compile=target.compile,
                     )
                     for shard in _shards(whole, cluster):
                         plan = whole.replace(shard=shard)
@@ -496,7 +507,7 @@ def pipeline_moments(stage: int, pp: int) -> dict[str, Any]:
 
 
 def _degrees(
-    model: ModelSpec, cluster: ClusterSpec, sequences: int, account: _Account
+    model: ModelSpec, cluster: ClusterSpec, sequences: int, linear: str | None, account: _Account
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (pp, dp, tp) that multiply to all ranks; the others are counted as rejected."""
     world = cluster.gpus
@@ -506,6 +517,8 @@ def _degrees(
             dp = world // tp // pp
             if why is not None:
                 account.reject(why)
+            elif linear is not None and tp > 1:
+                account.reject(f"model.linear={linear} does not work with tp yet")
             elif pp > len(model.blocks):
                 account.reject(f"more pipeline stages than {len(model.blocks)} blocks")
             elif pp > 1 and not model.chain:

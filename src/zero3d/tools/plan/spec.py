@@ -498,7 +498,7 @@ class ParallelPlan(Spec):
     optimizer      the name of its row (spec/optimizer.py)
     ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
     replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
-    linear         fp8 where linear layers multiply in it, which is priced as bf16 (model.linear); None: they do not
+    linear         fp8 where linear layers of blocks multiply in it (model.linear); None: they do not
     quantize       the format of frozen linear layers (model.quantize), whose bytes a model says; None: none
     micro_batch, accumulate  sequences of a forward; forwards of a step
     virtual        model chunks per rank of a pipeline

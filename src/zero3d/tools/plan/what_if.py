@@ -129,6 +129,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     if gathers and Groups.of(plan, cluster).shard.nodes > 1:
         yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
     yield from _declared("zero", plan)
+    yield {"train.compile": not plan.compile}
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
     now = algorithm_on(plan, cluster.on_host)
