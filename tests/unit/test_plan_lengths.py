@@ -1,6 +1,7 @@
 """A run's own sequences in a plan: how long they are, by what a step is priced, and what stays as it was."""
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from statistics import mean
@@ -15,7 +16,7 @@ from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.lengths import Lengths, at_length, with_lengths
 from zero3d.tools.plan.shapes import gpt
-from zero3d.tools.plan.spec import ParallelPlan
+from zero3d.tools.plan.spec import Operations, ParallelPlan, Part
 from zero3d.tools.sim import file_lengths, model_spec
 from zero3d.tools.sim.file_lengths import lengths_of
 
@@ -66,6 +67,15 @@ def test_of_attention_that_keeps_its_scores_shorter_sequences_keep_fewer():
     for a, b in zip(at_length(long, 256).parts, short.parts, strict=True):
         for name in ("matrices", "scores", "kept_cut", "attention"):
             assert getattr(a.operations, name) == pytest.approx(getattr(b.operations, name)), name
+
+
+def test_a_tower_works_on_a_sequence_however_long_that_is():
+    model = gpt(2, 64, 4, 100, 1024)
+    tower = Part("tower", (), Operations(8.0, 4.0, 2.0, passed=(6.0, 9.0), back=0.5, launches=(7.0, 7.0)))
+    short = at_length(replace(model, parts=(model.parts[0], tower, *model.parts[1:])), 256).parts[1].operations
+    assert 256 * short.matrices == 1024 * tower.operations.matrices
+    assert short.passed == (4 * 6.0, 4 * 9.0)
+    assert (short.back, short.launches) == (0.5, (7.0, 7.0))
 
 
 def test_sampled_lengths_are_those_of_the_runs_own_sequences(data, tmp_path):

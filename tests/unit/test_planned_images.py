@@ -12,7 +12,7 @@ from zero3d.tools.cli.plan_options import patches_of
 from zero3d.tools.cli.planned_images import images_of
 from zero3d.tools.plan.images import FileImages, Speed, as_json, cores, lines, percentile
 from zero3d.tools.plan.spec import Estimate, Memory, ModelSpec, Patches, Seconds
-from zero3d.tools.sim import file_images
+from zero3d.tools.sim.sampled_records import sampled
 
 MODEL = ModelSpec("m", (), 100, 8, 8, 1, 1, patches=64)
 STEP = Estimate(Memory(0, 0, 0, 0, 0), Seconds(1.9, 2.0, 2.1, {"matrices": 1.5, "tower": 0.5}), {}, 1600, 1.0)
@@ -76,10 +76,9 @@ def test_what_is_not_known_is_said(folder):
     assert "could not be read" in why
 
 
-def test_records_are_a_sample_of_equal_chances_that_repeats(folder, monkeypatch):
-    monkeypatch.setattr(file_images, "SAMPLE", 6)
+def test_records_are_a_sample_of_equal_chances_that_repeats(folder):
     config = run(folder)
-    first, again = ([record.place for _, record in file_images._sampled(config)] for _ in range(2))
+    first, again = ([record.place for _, record in sampled(config, 6)] for _ in range(2))
     assert first == again
     assert len(set(first)) == 6
     assert max(int(place.rpartition(" ")[2].strip(":")) for place in first) > 6, "not the first ones"

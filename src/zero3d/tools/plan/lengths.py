@@ -108,5 +108,6 @@ def _attending(operations: Operations, times: float) -> Operations:
 
 
 def _of_a_sequence(operations: Operations, times: float) -> Operations:
-    passed = operations.passed[0] * times, operations.passed[1] * times
-    return replace(operations, passed=passed, **{name: times * getattr(operations, name) for name in BY_TOKEN})
+    more = {name: times * getattr(operations, name) for name in BY_TOKEN}
+    forward, backward = operations.passed
+    return replace(operations, passed=(times * forward, times * backward), **more)

@@ -16,7 +16,7 @@ card_autocast  autocast with a card's lists of operations
 mixer_kernels  kernels of recurrences and convolutions, which a card would run
 orders      the actions of every pipeline stage; `gantt` when they work and wait
 chrome      all of it for chrome://tracing or Perfetto
-file_lengths  tokens of a sample of a run's records
+file_lengths  tokens of a sample of a run's records; sampled_records: that
 images      what a sequence has of images; `known` values of whole numbers where all else has shapes alone
 file_images  how many patches sequences of a run's data have, and how fast a core prepares them
 tower       the vision tower of a model as parts of its spec

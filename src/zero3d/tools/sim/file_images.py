@@ -1,6 +1,6 @@
 """How many patches the sequences of a run's data have: of a sample of its records, by sizes in headers of images.
 
-    records ... -> SAMPLE of the first FIRST, with equal chances
+    records ... -> SAMPLE of them (sampled_records.py)
                 -> tokens and patches of each, by the folder's processor
                 -> sequences: one each, or packed one after the other up to data.length; those of text are apart
 
@@ -9,30 +9,28 @@ A few of the files are decoded and run through the processor: as fast does a cor
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from zero3d.config import Config
-from zero3d.data.files import FILL_ME, find_sources, function_of, parts_of_data
+from zero3d.data.files import FILL_ME
 from zero3d.data.image_files import BadImage, decode, require_pillow, size_of
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import KINDS, Vision
-from zero3d.data.records import Pictured, Record, read
+from zero3d.data.records import Pictured, Record
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import Zero3dError
 from zero3d.tools.plan.images import FileImages, Speed, percentile
 from zero3d.tools.plan.spec import Patches
+from zero3d.tools.sim.sampled_records import sampled
 
-SAMPLE, FIRST = 256, 20_000  # records that are looked at, of so many
+SAMPLE = 256  # records that are looked at
 TIMED = 8  # files that are decoded
-SEED = 1
 
 
 class _Document(NamedTuple):
@@ -52,7 +50,7 @@ def file_images(config: Config) -> tuple[FileImages | None, str]:
         require_pillow()
         vision = Vision(folder, frozenset({"pixel_values", *KINDS}))
         tokenizer = load_tokenizer(config.data.tokenizer, str(folder))
-        found = list(_sampled(config))
+        found = sampled(config, SAMPLE)
         makers = {place: ImageTokens(tokenizer, vision, place, files=False) for place, _ in found}
         documents = list(_documents(found, makers, config.data.length))
     except (Zero3dError, OSError, ValueError) as error:
@@ -80,28 +78,6 @@ def _white() -> object:
     from PIL import Image
 
     return Image.new("RGB", (448, 448), "white")
-
-
-def _sampled(config: Config) -> Iterator[tuple[Path, Record]]:
-    """Yield records, each with the folder of its images: a sample with equal chances, in an order of chance."""
-    kept: list[tuple[Path, Record]] = []
-    drawn = random.Random(SEED)
-    for number, each in enumerate(islice(_records(config), FIRST)):
-        place = number if number < SAMPLE else drawn.randrange(number + 1)
-        if place < SAMPLE:
-            kept[place : place + 1] = [each]
-    drawn.shuffle(kept)
-    yield from kept
-
-
-def _records(config: Config) -> Iterator[tuple[Path, Record]]:
-    for part in parts_of_data(config.data):
-        if function_of(part) or part.weight == 0:
-            continue
-        place = Path(part.paths[0]).expanduser()
-        folder = Path(config.data.images or (place if place.is_dir() else place.parent)).expanduser()
-        for source in find_sources(part.paths, part.format, part.split):
-            yield from ((folder, record) for record in read(source))
 
 
 def _documents(found: list[tuple[Path, Record]], makers: dict[Path, ImageTokens], length: int) -> Iterator[_Document]:

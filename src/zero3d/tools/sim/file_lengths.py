@@ -1,33 +1,30 @@
 """How many tokens the sequences of a run's data have, by a sample of its records.
 
-    the first FIRST records -> SAMPLE of them, with equal chances -> tokens by the run's tokenizer, and by the processor
-                               of a folder that takes images, cut at data.length
+    SAMPLE records (sampled_records.py) -> tokens by the run's tokenizer, and by the processor
+    of a folder that takes images, cut at data.length
 
 Text without packing is cut into sequences of data.length: its pieces are counted.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from zero3d.config import Config
-from zero3d.config.sources import parts_of
 from zero3d.data.encode import Encoder
-from zero3d.data.files import FILL_ME, STDLIB, find_sources, function_of
+from zero3d.data.files import FILL_ME, STDLIB
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import KINDS, Vision
-from zero3d.data.records import Pictured, Record, read
+from zero3d.data.records import Pictured, Record
 from zero3d.data.tokenizers import Tokenizer, load_tokenizer
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import folder_of
 from zero3d.tools.plan.lengths import Lengths
+from zero3d.tools.sim.sampled_records import sampled
 
-SAMPLE, FIRST = 512, 20_000  # records that are looked at, of so many
-SEED = 1
+SAMPLE = 512  # records that are looked at
 
 
 def lengths_of(config: Config) -> tuple[Lengths | None, str]:
@@ -37,33 +34,12 @@ def lengths_of(config: Config) -> tuple[Lengths | None, str]:
         return None, ""
     try:
         tokenizer = load_tokenizer(data.tokenizer, folder_of(config.model))
-        tokens = sorted(_lengths(_sampled(config), config, tokenizer))
+        tokens = sorted(_lengths(sampled(config, SAMPLE), config, tokenizer))
     except (Zero3dError, OSError, ValueError) as error:
         return None, f"its data could not be read ({str(error).splitlines()[0].rstrip('.')})"
     if not tokens:
         return None, "no record of its data that was looked at could be used"
     return Lengths(tuple(tokens), data.length, data.group_by_length), ""
-
-
-def _sampled(config: Config) -> list[tuple[Path, Record]]:
-    """Return records, each with the folder of its images: a sample with equal chances of the first ones."""
-    kept: list[tuple[Path, Record]] = []
-    drawn = random.Random(SEED)
-    for number, each in enumerate(islice(_records(config), FIRST)):
-        place = number if number < SAMPLE else drawn.randrange(number + 1)
-        if place < SAMPLE:
-            kept[place : place + 1] = [each]
-    return kept
-
-
-def _records(config: Config) -> Iterator[tuple[Path, Record]]:
-    for part in parts_of(config.data.train, config.data.format):
-        if function_of(part) or part.weight == 0:
-            continue
-        place = Path(part.paths[0]).expanduser()
-        folder = Path(config.data.images or (place if place.is_dir() else place.parent)).expanduser()
-        for source in find_sources(part.paths, part.format, part.split):
-            yield from ((folder, record) for record in read(source))
 
 
 def _lengths(found: list[tuple[Path, Record]], config: Config, tokenizer: Tokenizer) -> Iterator[int]:
