@@ -7,9 +7,9 @@
     text     other tokens in the place of images: what a step takes without the tower
     ratio    seconds of the tower over those of all else: (with - text) / text
 
-Seconds are a CPU's, of one thread, so that other programs do not count: medians of forwards and backwards in fp32,
-since backwards of attention in bf16 are several times as slow as a card's on a CPU. The plan is for a card with the
-rates of this core, measured first: products, attention without a mask, copies.
+Seconds are a CPU's, of one thread, and the least of several, so that other programs do not count: of forwards and
+backwards in fp32, since those of attention in bf16 are several times as slow as a card's on a CPU. The plan is for a
+card with the rates of this core, measured first: products, attention without a mask, copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def micro_batch(images: bool) -> dict[str, Tensor]:
 
 
 def measured(frozen: bool, rounds: int) -> dict[str, float]:
-    """Return the median seconds of forward and backward with images and without, in turns."""
+    """Return the seconds of forward and backward with images and without, in turns: the least of several."""
     model = small_model()
     for p in tower_parameters(model):
         p.requires_grad_(not frozen)
@@ -94,7 +93,7 @@ def measured(frozen: bool, rounds: int) -> dict[str, float]:
             engine.backward(engine(**batch, use_cache=False).loss)
             seconds[name].append(time.process_time() - begun)
             engine.step()
-    return {name: median(each[1:]) for name, each in seconds.items()}
+    return {name: min(each[1:]) for name, each in seconds.items()}
 
 
 def planned(frozen: bool, here: ClusterSpec) -> dict[str, float]:
@@ -133,13 +132,13 @@ def this_core() -> ClusterSpec:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the median seconds of a CPU that work takes."""
+    """Return the least seconds of a CPU that work takes."""
     taken = []
     for _ in range(8):
         begun = time.process_time()
         work()
         taken.append(time.process_time() - begun)
-    return median(taken[1:])
+    return min(taken[1:])
 
 
 def prepared(count: int) -> Iterator[tuple[str, float]]:
@@ -161,8 +160,8 @@ def prepared(count: int) -> Iterator[tuple[str, float]]:
         decoding.append(decoded - begun)
         processing.append(time.process_time() - decoded)
     yield "patches", patches
-    yield "decoding", median(decoding[1:])
-    yield "processing", median(processing[1:])
+    yield "decoding", min(decoding[1:])
+    yield "processing", min(processing[1:])
 
 
 def main() -> None:

@@ -116,7 +116,10 @@ def test_what_was_not_measured_is_said():
     )
     assert told[1].endswith("cores that prepare images are not known: a run's data and its model's processor tell.")
     assert next(lines(MODEL, STEP, 2, None, asked=True)) == "Images: 64 patches of each sequence, by --patches."
-    assert list(lines(ModelSpec("m", (), 100, 8, 8, 1, 1), STEP, 2, None, asked=True)) == []
+    text = ModelSpec("m", (), 100, 8, 8, 1, 1)
+    assert list(lines(text, STEP, 2, None, asked=False)) == []
+    [left_out] = lines(text, STEP, 2, None, asked=True)
+    assert left_out == "Images: --patches is left out, since m is planned by its text alone."
 
 
 @pytest.mark.parametrize("asked", ["0", "0.5", "2e6", "-4"])

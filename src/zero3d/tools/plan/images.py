@@ -69,6 +69,8 @@ def lines(
     why    there is no file to read
     """
     if not model.patches:
+        if asked:
+            yield f"Images: --patches is left out, since {model.name} is planned by its text alone."
         return
     unit = "tiles" if file is not None and file.patches.tiles else "patches"
     if file is not None and not asked:

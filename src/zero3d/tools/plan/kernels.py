@@ -206,6 +206,7 @@ class Digest(NamedTuple):
 
     numels, stacked  parameters of each part, and of those experts
     width            bytes in which one of them is gathered, in a 16-bit run
+    still            parameters of a frozen tower, which no backward uses
     """
 
     shapes: tuple[Shape, ...]
@@ -214,6 +215,7 @@ class Digest(NamedTuple):
     params: int
     trainable: int
     width: float
+    still: int
 
 
 @lru_cache(maxsize=8)
@@ -227,7 +229,8 @@ def digest(model: ModelSpec) -> Digest:
     weights = [weight for part in model.parts for unit in part.units if not unit.copy_of for weight in unit.weights]
     packed = sum(weight.numel for weight in weights if weight.matrix is not None)
     width = 2.0 - packed / max(1, sum(numels))
-    return Digest(shapes, numels, tuple(part.stacked for part in model.parts), sum(numels), model.trainable, width)
+    stacked, still = tuple(part.stacked for part in model.parts), sum(part.numel for part in model.parts if part.still)
+    return Digest(shapes, numels, stacked, sum(numels), model.trainable, width, still)
 
 
 def step_operations(model: ModelSpec, plan: ParallelPlan) -> float:

@@ -72,6 +72,7 @@ WORKING = ("matrices", "attention", "rest", "recompute", "tower", "experts", "sp
 Collective = Callable[[float, Group, ClusterSpec], float]
 CODING = constant("links", "coding")
 SLOW, SLOWER = constant("nodes", "slow"), constant("nodes", "slower")
+ONCE = 1 / 3  # of a block's forward and backward, which a frozen tower's has the first of
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 MEASURED = ("matrices", "attention", "rest", "recompute", "host", "optimizer", "fixed")  # what a run on few GPUs fixes
 
@@ -338,7 +339,8 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     whole_experts = sum(shape.stack is not None for shape, _ in inside) if step.plan.dispatches else 0
     exposed = (2 * kinds.count("block") - whole_experts) * tp
     ends = tp * (kinds.count("embedding") + kinds.count("head"))
-    host = step.pace.block * (kinds.count("block") + max(0, kinds.count("tower") - 2))
+    looking = [1.0 if shape.operations.back else ONCE for shape, _ in inside if shape.kind == "tower"][1:-1]
+    host = step.pace.block * (kinds.count("block") + sum(looking))
     sent = sum(shape.stack is not None for shape, _ in inside) * _rows(step)
     inputs, whole = ceil(kinds.count("block") / (policy.every or 1)), 2.0 * step.tokens * step.model.hidden
     partial = inputs * gather_seconds(whole, step.groups.tp, step.cluster) if in_parts(step.plan) else 0.0
@@ -476,7 +478,7 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
         copies = last + _exposed(copies - last, backward / plan.accumulate, pace.hide_dp)
     if row.shards_parameters:
         width = block_bytes(CODE_BITS) / BLOCK if policy.coded else known.width
-        uses = 2 * plan.accumulate if release != "every_step" else 1
+        uses = (2 - known.still / known.params) * plan.accumulate if release != "every_step" else 1
         gathers = uses * collective(1.0, width, pieces=pace.unit_hops)
         if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
@@ -513,7 +515,7 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     return times * (sending + coding)
 
 
-def _casting_seconds(step: _Step, share: Share, uses: int) -> float:
+def _casting_seconds(step: _Step, share: Share, uses: float) -> float:
     """Return the seconds in which a rank's masters are cast in a step's gathers.
 
     With second shards that is in the first one alone; experts that ep shares out have none.
