@@ -461,9 +461,14 @@ def test_what_a_file_cannot_say_is_refused():
     assert tree["tensor_parallel"] == {"autotp_size": 2}
 
 
-@pytest.mark.parametrize("name", ["dense", "experts", "long"])
+@pytest.mark.parametrize("name", ["dense", "experts", "long", "short"])
 def test_no_plan_needs_less_or_more_than_its_bounds_say(name):
-    models = {"dense": gpt(4, 1024, 8, 50304, 1024), "experts": mixture(4, 4), "long": gpt(8, 256, 4, 1000, LONG)}
+    models = {
+        "dense": gpt(4, 1024, 8, 50304, 1024),
+        "experts": mixture(4, 4),
+        "long": gpt(8, 256, 4, 1000, LONG),
+        "short": gpt(4, 2048, 8, 1000, 512),  # in which gradients of weights are more than activations
+    }
     model, place = models[name], cluster("a100-80", 4)
     kinds = set()
 

@@ -67,10 +67,12 @@ def memory_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, 
         in_backward = max(plan.micro_batch * span.least, gradients + plan.micro_batch * span.later)
         return max(least, nbytes(always + beside + in_backward))
 
-    first = shown(0, (0,))
-    if first > above or plan.pp == 1:
-        return first
-    return max(first, *(shown(stages[0], stages) for stages in _all_stages(model, running)))
+    most = shown(0, (0,))
+    for stages in _all_stages(model, running)[::-1] if plan.pp > 1 else ():
+        if most > above:
+            break
+        most = max(most, shown(stages[0], stages))
+    return most
 
 
 def memory_at_most(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> float:
