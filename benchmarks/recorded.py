@@ -171,7 +171,7 @@ RECIPES = {
             repeats=True,
         ),
         Recipe("images-prepared", ("python benchmarks/tower_share.py --prepare 16 --json OUT",)),
-        Recipe("tower-share", ("python benchmarks/tower_share.py --rounds 7 --json OUT",)),
+        Recipe("tower-share", ("python benchmarks/tower_share.py --rounds 15 --json OUT",)),
         Recipe("llava", ("python benchmarks/llava.py --steps 20 --json OUT",)),
         Recipe("states-72b", ("python benchmarks/states.py EXAMPLES/72b_128gpu.yaml",), timed=False, repeats=True),
         Recipe(

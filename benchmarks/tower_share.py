@@ -1,6 +1,6 @@
 """A step of a small Qwen3-VL with its images beside one of text alone, in turns, and the same two as planned.
 
-    python benchmarks/tower_share.py --rounds 7 --json out.json
+    python benchmarks/tower_share.py --rounds 15 --json out.json
     python benchmarks/tower_share.py --prepare 12                  images of a megapixel on one core, without a model
 
     with     one image of 1,024 patches and 256 tokens of text in each sequence, tower frozen or trained
@@ -9,7 +9,7 @@
 
 Seconds are a CPU's, of one thread, and the least of several, so that other programs do not count: of forwards and
 backwards in fp32, since those of attention in bf16 are several times as slow as a card's on a CPU. The plan is for a
-card with the rates of this core, measured first: products, attention without a mask, copies.
+card with the rates of this core, measured first on sizes of the tower: products, attention without a mask, copies.
 """
 
 from __future__ import annotations
@@ -119,12 +119,13 @@ def ratio(seconds: dict[str, float]) -> float:
 
 def this_core() -> ClusterSpec:
     """Return a machine with the rates of one core of this one, as `zero3d calibrate` measures those of all."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    heads = torch.randn(1, 16, 1024, 64)
+    rows, narrow, wide = SEQUENCES * SIDE * SIDE, SEEN, 4 * SEEN  # of an MLP's product
+    a, b = torch.randn(rows, narrow), torch.randn(narrow, wide)
+    heads = torch.randn(1, SEEN // 64, SIDE * SIDE, 64)
     source = torch.zeros(64 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
-    products = 2.0 * 1024**3 / _seconds(lambda: a @ b)
-    attention = 4.0 * 16 * 64 * 1024**2 / _seconds(lambda: scaled_dot_product_attention(heads, heads, heads))
+    products = 2.0 * rows * narrow * wide / _seconds(lambda: a @ b)
+    attention = 4.0 * SEEN * (SIDE * SIDE) ** 2 / _seconds(lambda: scaled_dot_product_attention(heads, heads, heads))
     copies = 2.0 * len(source) / _seconds(lambda: target.copy_(source))
     base = cluster("cpu", 1, 1)
     gpu = replace(base.gpu, flops=products, matrix=1.0, flash=attention / products, bandwidth=copies)
@@ -134,7 +135,7 @@ def this_core() -> ClusterSpec:
 def _seconds(work: Callable[[], object]) -> float:
     """Return the least seconds of a CPU that work takes."""
     taken = []
-    for _ in range(8):
+    for _ in range(40):
         begun = time.process_time()
         work()
         taken.append(time.process_time() - begun)
@@ -167,7 +168,7 @@ def prepared(count: int) -> Iterator[tuple[str, float]]:
 def main() -> None:
     """Measure, plan, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prepare", type=int, metavar="N", help="prepare N images in place of steps")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()

@@ -178,7 +178,7 @@ def test_bytes_that_a_trained_tower_keeps_are_those_of_a_real_forward():
     assert planned == pytest.approx(kept_by(model, images), rel=0.02)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("llava", marks=pytest.mark.long), "qwen3_vl"])
 def test_a_frozen_tower_keeps_nothing_and_has_no_backward(family):
     frozen, trained = operations(family, "none"), operations(family)
     assert [(part.back, part.kept_whole, part.transient, part.input) for part in frozen] == [(0, 0, 0, 0)] * len(frozen)
@@ -195,6 +195,9 @@ def test_seconds_of_a_frozen_tower_are_those_of_its_forward():
     for plan in (ParallelPlan(), ParallelPlan(stage=3, dp=2, compile=True)):
         frozen, trained = (evaluate(traced(which), SLOW, plan).seconds.parts["tower"] for which in ("none", "all"))
         assert 2 < trained / frozen < 3.5
+        spec = traced("none")
+        done = zip(spec.parts, works(spec, plan, SLOW, 1.0, KERNELS), strict=True)
+        assert {work.backward for part, work in done if part.kind == "tower"} == {0}
     flops = [evaluate(traced(which), CARD, ParallelPlan()).flops for which in ("none", "all")]
     seen = LENGTH * sum(part.operations.matrices + part.operations.scores for part in towers(traced()))
     assert flops[1] - flops[0] > 1.8 * seen
@@ -207,6 +210,7 @@ def test_a_trained_projector_has_a_backward_and_what_is_before_it_none():
     assert last.kept_whole > 0
 
 
+@pytest.mark.long
 def test_attention_of_a_window_costs_by_patches_and_of_an_image_by_their_square():
     small, large = (operations("qwen2_5_vl", "none", Patches(n)) for n in (16, 64))
     windowed, whole = ([parts[at].scores for parts in (small, large)] for at in (1, 2))

@@ -103,8 +103,9 @@ def find_images(model: nn.Module, length: int, packed: bool, patches: Patches | 
         one, count = _images(model, length, patches)
     except ConfigError:
         return None
-    found = _tried(model, one, count, packed)
-    if found is None:
+    try:
+        found = _tried(model, one, count, packed)
+    except FAILS:
         return None
     features, blocks, tokens = found
     if tokens + count - 1 > length or not tokens:
@@ -138,10 +139,8 @@ def _images(model: nn.Module, length: int, patches: Patches | None) -> tuple[dic
     return image_of(model, patches=max(1, -(-patches.number // patches.images))), patches.images
 
 
-def _tried(
-    model: nn.Module, one: Mapping[str, Tensor], count: int, packed: bool
-) -> tuple[Any, tuple[str, ...], int] | None:
-    """Return features, names of the tower's blocks that made them, and their tokens; None where that does not run."""
+def _tried(model: nn.Module, one: Mapping[str, Tensor], count: int, packed: bool) -> tuple[Any, tuple[str, ...], int]:
+    """Return features, names of the tower's blocks that made them, and their tokens. Raises one of FAILS."""
     ran: dict[str, None] = {}
     of_tower = set(tower_parameters(model))
     names = [name for name, block in find_blocks(model).items() if of_tower.issuperset(block.parameters())]
@@ -163,11 +162,8 @@ def _tried(
             return output
 
         vars(base)["get_image_features"] = encoded
-        try:
-            with KnownValues():
-                output = tower_output(run, given)
-        except FAILS:
-            return None
+        with KnownValues():
+            output = tower_output(run, given)
         tokens = sum(prod(t.shape[:-1]) for t in tensors_in(output.pooler_output))
         return made[0], tuple(ran), tokens
 
