@@ -3,6 +3,7 @@
     case            command                                          target
     --------------  -----------------------------------------------  ------
     plan 72B        zero3d plan qwen2.5-72b --gpus 128                  3 s
+    plan 72B H100   the same on H100 (its first time: 5 s)            2.5 s
     plan 72B large  zero3d plan qwen2.5-72b --gpus 1024                 6 s
     plan mixture    zero3d plan deepseek-v3 --gpus 256                  8 s
     explain         zero3d plan explain, 72B over tp and pp           1.5 s
@@ -11,7 +12,8 @@
     help ...        verbs that import no torch                        0.5 s
 
 Seconds are user and system time of the process, all of it: on a busy machine they change less than the clock does.
-first: the model is traced; again: its spec is read (tools/cli/kept_specs.py), which the targets are of. With a base,
+first: the model is traced, but for presets, whose traces are in the package; again: its spec is read
+(tools/cli/kept_specs.py), which the targets are of. With a base,
 each command is run by that commit's package right before, and `of base` is the quotient of the two `again`.
 """
 
@@ -46,6 +48,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("plan 72B", ("plan", "qwen2.5-72b", *LARGE, "128"), 3.0),
+    Case("plan 72B H100", ("plan", "qwen2.5-72b", "--gpu", "h100", "--gpus", "128"), 2.5),
     Case("plan 72B large", ("plan", "qwen2.5-72b", *LARGE, "1024"), 6.0),
     Case("plan mixture", ("plan", "deepseek-v3", "--gpu", "h100", "--gpus", "256"), 8.0),
     Case("explain", ("plan", "explain", "run.yaml", *MESH, *LARGE, "128"), 1.5),
