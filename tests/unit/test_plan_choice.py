@@ -13,7 +13,7 @@ from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan import TOKENS, TUNED, is_tuned, sequences_of, tuning_batch
 from zero3d.tools.page import plan_text
 from zero3d.tools.page.explain_text import faster, faster_line
-from zero3d.tools.page.plan_text import WIDTH, Answer, as_text, folded, heading, short, shown, stage_of
+from zero3d.tools.page.plan_text import WIDTH, Answer, as_text, folded, heading, headline, short, shown, stage_of
 from zero3d.tools.plan.choice import EQUAL, choose, complexity
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster
