@@ -1,6 +1,7 @@
 """Which plan is recommended and how that is said: the simplest of equals, what a fine-tune's step is, 120 columns."""
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,12 +13,12 @@ from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan import TOKENS, TUNED, is_tuned, sequences_of, tuning_batch
 from zero3d.tools.page import plan_text
 from zero3d.tools.page.explain_text import faster, faster_line
-from zero3d.tools.page.plan_text import WIDTH, Answer, as_text, folded, heading, short, shown, stage_of
+from zero3d.tools.page.plan_text import WIDTH, Answer, as_text, folded, heading, headline, short, shown, stage_of
 from zero3d.tools.plan.choice import EQUAL, choose, complexity
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.ladder import ladder
-from zero3d.tools.plan.search import Row, Target, search
+from zero3d.tools.plan.search import Row, SearchResult, Target, search
 from zero3d.tools.plan.shapes import gpt
 from zero3d.tools.plan.spec import ParallelPlan
 from zero3d.tools.plan.what_if import what_if
@@ -26,6 +27,7 @@ from zero3d.tools.sim import model_spec
 KNOWN = lru_cache(model_spec.open_spec)
 MODEL, PLACE = gpt(8, 1024, 16, 50304, 512), cluster("a6000", 4)
 ROOM = PLACE.gpu.memory
+ASKED = Target(64, ROOM)
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +40,12 @@ def row(seconds, lacks=0.0, **plan):
     return Row(ParallelPlan(**plan), estimate, lacks=lacks)
 
 
-def answer(target=None, model=MODEL, place=PLACE, **fields):
-    target = target or Target(64, ROOM)
+@lru_cache
+def answer(target=ASKED, model=MODEL, place=PLACE):
     result = search(model, place, target, evaluate)
     best = choose(result.rows).row
     rungs = ladder(model, place, target.sequences, ROOM, evaluate)
-    return Answer(model, place, target, result, rungs, what_if(best, model, place, evaluate), **fields)
+    return Answer(model, place, target, result, rungs, what_if(best, model, place, evaluate))
 
 
 def test_axes_are_less_simple_in_their_order_and_states_off_the_device_than_any():
@@ -209,11 +211,22 @@ def test_a_run_is_a_fine_tune_where_it_adapts_or_starts_from_weights(tmp_path):
         assert is_tuned(load(None, words)) is tuned, words
 
 
-def test_of_adapters_the_first_lines_say_how_much_of_what_is_reserved_lives(capsys):
-    words = ["plan", "demo", "--gpus", "1", "--gpu", "a6000", "--seq", "256", "--top", "1"]
-    for more, said in ((["--lora", "r=4"], True), ([], False)):
-        assert main([*words, *more]) == 0
-        assert ("that is what the card reserves: " in capsys.readouterr().out) is said
+def test_of_adapters_the_first_lines_say_how_much_of_what_is_reserved_lives():
+    frozen = replace(
+        MODEL,
+        name="adapted",
+        parts=tuple(replace(part, units=tuple(map(frozen_unit, part.units))) for part in MODEL.parts),
+    )
+    for model, said in ((frozen, True), (MODEL, False)):
+        plan = ParallelPlan(dp=4, stage=1)
+        found = Row(plan, evaluate(model, PLACE, plan))
+        lines = list(headline(Answer(model, PLACE, Target(4, ROOM), SearchResult([found], [], 1), [], [])))
+        live = plan_text.binary(found.estimate.memory.allocated)
+        assert (f"   that is what the card reserves: {live} of it are live tensors" in lines) is said
+
+
+def frozen_unit(unit):
+    return replace(unit, weights=tuple(replace(weight, trainable=False) for weight in unit.weights))
 
 
 def test_what_no_published_run_was_compared_with_is_said(capsys):
