@@ -12,8 +12,18 @@ from zero3d.config import load
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan import TOKENS, TUNED, is_tuned, sequences_of, tuning_batch
 from zero3d.tools.page import plan_text
-from zero3d.tools.page.explain_text import faster, faster_line
-from zero3d.tools.page.plan_text import WIDTH, Answer, as_text, folded, heading, headline, short, shown, stage_of
+from zero3d.tools.page.plan_text import (
+    WIDTH,
+    Answer,
+    as_text,
+    faster_line,
+    folded,
+    heading,
+    headline,
+    short,
+    shown,
+    stage_of,
+)
 from zero3d.tools.plan.choice import EQUAL, choose, complexity
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster
@@ -21,7 +31,7 @@ from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.search import Row, SearchResult, Target, search
 from zero3d.tools.plan.shapes import gpt
 from zero3d.tools.plan.spec import ParallelPlan
-from zero3d.tools.plan.what_if import what_if
+from zero3d.tools.plan.what_if import faster, what_if
 from zero3d.tools.sim import model_spec
 
 KNOWN = lru_cache(model_spec.open_spec)

@@ -153,6 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html and (arguments.theory or words[:1] == ["explain"]):
         raise ConfigError(f"--html writes what a search finds, and this is none. Type {USAGE.partition(', or')[0]}")
     if arguments.theory:
+        if words:
+            raise ConfigError(f"--theory takes --params or --layers, and no MODEL (and got {short(' '.join(words))}).")
         seq = None if arguments.seq is None else str(tokens_of(arguments.seq))
         names = "params", "gpus", *SHAPE
         plan_theory.show({name: getattr(arguments, name) for name in names} | {"seq": seq}, arguments.json)

@@ -45,7 +45,7 @@ from zero3d.tools.plan.rollout import Rollout, split
 from zero3d.tools.plan.search import Row, Target, resized, tp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Forward, ModelSpec, ParallelPlan
 from zero3d.tools.plan.weights import weights_note, with_weights
-from zero3d.tools.plan.what_if import WhatIf, what_if
+from zero3d.tools.plan.what_if import WhatIf, faster, what_if
 from zero3d.train.setup.left_out import load_filled
 
 OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead
@@ -104,7 +104,7 @@ class Explained(NamedTuple):
 
     def faster(self, knobs: Sequence[WhatIf]) -> list[WhatIf]:
         """Return single changes that are faster and fit, too."""
-        return explain_text.faster(knobs, self.row, partial(self.target.usable, self.model), self.cluster)
+        return faster(knobs, self.row, partial(self.target.usable, self.model), self.cluster)
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -266,7 +266,7 @@ def _lines(explained: Explained) -> Iterator[str]:
     knobs = what_if(row, model, cluster, explained.priced)
     yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, explained.limit, cluster), "<>><<")
     if explained.fits:
-        yield explain_text.faster_line(explained.faster(knobs))
+        yield plan_text.faster_line(explained.faster(knobs))
     for note in estimate.notes:
         yield f"Note: {note}"
 

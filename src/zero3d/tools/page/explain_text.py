@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero3d.spec.text import GIB, columns, size
-from zero3d.tools.page.plan_text import KNOBS, figure, gib, mfu, places_lines, seconds_text
+from zero3d.tools.page.plan_text import figure, mfu, places_lines, seconds_text
 from zero3d.tools.plan.rollout import Rollout, Split
 from zero3d.tools.plan.search import Row
-from zero3d.tools.plan.spec import ClusterSpec, Memory, ParallelPlan
-from zero3d.tools.plan.what_if import WhatIf
-
-WORTH = 0.005  # of a step's seconds, below which no change is faster
+from zero3d.tools.plan.spec import ClusterSpec, Memory
 
 
 def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> Iterator[str]:
@@ -43,8 +40,9 @@ def memory_lines(memory: Memory) -> Iterator[str]:
     yield from terms(memory.parts, memory.allocated, GIB, "GiB")
 
 
+LEAST = 5e-4  # of all that is alive at the peak: less at every instant is no column
 HELD = {  # what is alive at an instant, by what it is for
-    "weights, optimizer": ("parameters", "optimizer", "ring"),
+    "states": ("parameters", "optimizer", "ring"),
     "gradients": ("gradients",),
     "activations": ("activations", "temporary", "passed", "batch"),
     "buffers": ("gathered", "bucket", "wire"),
@@ -63,12 +61,16 @@ def shown_instants(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Itera
 
 def instant_lines(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
     """Yield a table of what is alive at each instant of a step."""
-    yield "Alive at each instant of a step, in GiB:"
-    rows = [
-        (name, *(figure(sum(parts.get(each, 0.0) for each in of) / GIB) for of in (parts, *HELD.values())))
+    shown = [
+        (name, [sum(parts.values()), *(sum(parts.get(each, 0.0) for each in of) for of in HELD.values())])
         for name, parts in shown_instants(instants)
     ]
-    yield from columns([("", "all", *HELD), *rows], "<" + ">" * (1 + len(HELD)))
+    most = [max(column) for column in zip(*(held for _, held in shown), strict=True)]
+    kept = [i for i, nbytes in enumerate(most) if i == 0 or nbytes > LEAST * most[0]]
+    head = ["all", *HELD]
+    rows = [(name, *(f"{held[i] / GIB:.3g}" for i in kept)) for name, held in shown]
+    yield "Alive at each instant of a step, in GiB:"
+    yield from columns([("", *(head[i] for i in kept)), *rows], "<" + ">" * len(kept))
 
 
 def time_lines(row: Row, cluster: ClusterSpec) -> Iterator[str]:
@@ -108,26 +110,3 @@ def rollout_lines(rollout: Rollout, split: Split) -> Iterator[str]:
     )
     yield "A stream of all weights:"
     yield from columns([(name, f"{seconds:.3g} s") for name, seconds in stream.seconds.items()], "<>")
-
-
-def faster(
-    knobs: Sequence[WhatIf], row: Row, usable: Callable[[ParallelPlan], float], cluster: ClusterSpec
-) -> list[WhatIf]:
-    """Return single changes that are faster and fit with their margin, the fastest first. usable: bytes for a plan."""
-    least = (1 - WORTH) * row.estimate.seconds.mid
-    fit = (
-        knob
-        for knob in knobs
-        if knob.estimate.memory.device <= usable(knob.plan) and not knob.estimate.memory.lacks(cluster)
-    )
-    return sorted((knob for knob in fit if knob.estimate.seconds.mid < least), key=lambda knob: knob.seconds)[:KNOBS]
-
-
-def faster_line(found: Sequence[WhatIf]) -> str:
-    """Say which single changes are faster with the memory left."""
-    words = (
-        f"{knob.change} ({figure(knob.estimate.seconds.mid)} s a step, {gib(knob.estimate.memory.device)} GiB"
-        f"{', rounds numbers' if knob.rounds else ''})"
-        for knob in found
-    )
-    return f"Faster with the memory left: {'; '.join(words) or 'no single change'}"

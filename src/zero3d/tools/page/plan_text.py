@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from textwrap import wrap
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from zero3d.tools.plan.search import (
     ways,
 )
 from zero3d.tools.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
-from zero3d.tools.plan.what_if import Moved, WhatIf
+from zero3d.tools.plan.what_if import Moved, WhatIf, faster
 
 KNOBS = 5  # what-if lines
 NARROW = 3  # plans shown that lack margin, where others have it
@@ -436,6 +437,19 @@ def _what_if(answer: Answer) -> Iterator[str]:
     yield f"What if one setting of the recommended plan changed ({what}):"
     rows = knob_rows(answer.knobs[:KNOBS], best, answer.limit, answer.cluster)
     yield from columns(rows, "<>><<") if rows else ["   nothing to change"]
+    if not best.lacks:
+        usable = partial(answer.target.usable, answer.model)
+        yield "   " + faster_line(faster(answer.knobs, best, usable, answer.cluster))
+
+
+def faster_line(found: Sequence[WhatIf]) -> str:
+    """Say which single changes are faster with the memory left."""
+    words = (
+        f"{knob.change} ({figure(knob.estimate.seconds.mid)} s a step, {gib(knob.estimate.memory.device)} GiB"
+        f"{', rounds numbers' if knob.rounds else ''})"
+        for knob in found[:KNOBS]
+    )
+    return f"Faster with the memory left: {'; '.join(words) or 'no single change'}"
 
 
 def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, cluster: ClusterSpec) -> list[tuple[str, ...]]:

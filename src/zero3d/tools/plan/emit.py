@@ -71,7 +71,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             "model": {"path": path}
             | {key: value for key in ("linear", "quantize") if (value := getattr(plan, key)) is not None},
             "data": {"length": model.length}
-            | ({"packing": False} if model.length >= LONG and "packed" not in model.provenance else {})
+            | ({"packing": False} if _unpacked(model) else {})
             | ({"tokenizer": tokenizer} if tokenizer else {}),
             "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
             | ({} if plan.ema is None else {"ema": plan.ema})
@@ -129,6 +129,11 @@ def _round_steps(steps: float) -> int:
     """Return the largest of 1, 2, 5, 10, 20, 50, ... that is not above."""
     power: int = 10 ** int(log10(max(1.0, steps)))
     return next(each * power for each in (5, 2, 1) if each * power <= max(1.0, steps))
+
+
+def _unpacked(model: ModelSpec) -> bool:
+    """Return whether a plan is of one document in each sequence, as its run must have them then."""
+    return "packed" not in model.provenance and (model.length >= LONG or model.provenance.startswith("traced"))
 
 
 def _name(path: str) -> str:

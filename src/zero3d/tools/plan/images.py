@@ -86,7 +86,10 @@ def lines(
             f"Images: {model.patches:,} patches of each sequence, one image: nothing else is known{why}. "
             "--patches N says how many."
         )
-    share = f"The vision tower takes {tower_share(estimate):.0%} of a step"
+    taken = tower_share(estimate)
+    share = f"The vision tower takes {taken:.0%} of a step"
+    if not taken:
+        share = "The vision tower is on another pipeline stage than the one that takes longest"
     needed = None if file is None else cores(model, estimate, file, gpus)
     if file is None or file.speed is None or needed is None:
         yield f"{share}; cores that prepare images are not known: a run's data and its model's processor tell."

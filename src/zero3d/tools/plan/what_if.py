@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Memory, Mode
 
 Settings = Mapping[str, Any]
 KEEPS = {"zero.weights": KEPT}  # what goes with states off the device, from which no gather casts
+WORTH = 0.005  # of a step's seconds, below which no change is faster
 SAME = 5e-4  # part of a plan's memory: a smaller change is none
 
 
@@ -79,6 +80,19 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
             moved = Moved.of(row.estimate.memory, estimate.memory)
             changes.append(WhatIf(_change(settings), plan, memory, seconds, estimate, moved))
     return sorted(changes, key=lambda knob: knob.memory / max(knob.seconds / row.estimate.seconds.mid, 1e-3))
+
+
+def faster(
+    knobs: Sequence[WhatIf], row: Row, usable: Callable[[ParallelPlan], float], cluster: ClusterSpec
+) -> list[WhatIf]:
+    """Return single changes that are faster and fit with their margin, the fastest first. usable: bytes for a plan."""
+    least = (1 - WORTH) * row.estimate.seconds.mid
+    fit = (
+        knob
+        for knob in knobs
+        if knob.estimate.memory.device <= usable(knob.plan) and not knob.estimate.memory.lacks(cluster)
+    )
+    return sorted((knob for knob in fit if knob.estimate.seconds.mid < least), key=lambda knob: knob.seconds)
 
 
 def _change(settings: Settings) -> str:

@@ -95,9 +95,11 @@ def find_images(model: nn.Module, length: int, packed: bool, patches: Patches | 
 
     patches  of a sequence; None: one image of a megapixel where a model takes any size, or of the size that it takes
     None where a model takes no images, where one has no room in a sequence, and where the tower does not run on shapes.
-    The model stays as it is. Raises ConfigError where so many patches as were asked for have no room.
+    The model stays as it is. Raises ConfigError where so many patches as were asked for have no room, or no tower.
     """
     if not sees_images(model):
+        if patches is not None and patches.asked:
+            raise ConfigError(f"--patches {patches.number}: {type(model).__name__} takes no images; leave it out.")
         return None
     try:
         one, count = _images(model, length, patches)

@@ -44,7 +44,7 @@ from zero3d.tools.sim.known import KnownValues
 from zero3d.tools.sim.mixer_kernels import ALL, as_kernels
 from zero3d.tools.sim.observe import Observation, blank_batches, observe
 from zero3d.tools.sim.orders import orders
-from zero3d.tools.sim.patches import standing_in
+from zero3d.tools.sim.patches import dropout_of_cards, standing_in
 from zero3d.tools.sim.peers import AbsentPeers, norms_of_group
 from zero3d.tools.sim.repeats import micro_batches_to_run, traffic_of_all, work_of_all
 from zero3d.tools.sim.replay import peak_of, timeline_of
@@ -152,7 +152,8 @@ def _observed(config: Config, mesh: Mesh, run: tuple[int, int], patches: Patches
         lists = lists_of_cards() if config.autocast and not mesh.on_cpu else nullcontext()
         try:
             known: Any = nullcontext() if images is None else KnownValues()
-            with as_kernels(models[0].module, kernels, bool(config.data.packing)), lists, known:
+            drops = nullcontext() if mesh.on_cpu else dropout_of_cards()
+            with as_kernels(models[0].module, kernels, bool(config.data.packing)), lists, known, drops:
                 return observe(mesh, build, make_batches, run), said
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             tower = said == TEXT_ALONE and config.zero.stage == 3
