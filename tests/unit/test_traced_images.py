@@ -228,6 +228,8 @@ def test_every_tp_and_sp_rank_runs_the_whole_tower():
     seconds = [[works(spec, plan, SLOW, 1.0, KERNELS)[i].forward for i in (place, block)] for plan in plans]
     assert len({tower for tower, _ in seconds}) == 1
     assert len({language for _, language in seconds}) > 1
+    text = replace(spec, parts=tuple(part for part in spec.parts if part.kind != "tower"), patches=0)
+    assert evaluate(spec, SLOW, plans[1]).seconds.parts["tp"] == evaluate(text, SLOW, plans[1]).seconds.parts["tp"]
     kept = [footprints(spec, plan)[spec.parts[place]].kept for plan in plans]
     assert len(set(kept)) == 1
 
