@@ -16,7 +16,9 @@ from zero3d.tools.plan.spec import Estimate, Memory, ModelSpec, ParallelPlan, Pa
 from zero3d.tools.sim.sampled_records import sampled
 
 MODEL = ModelSpec("m", (), 100, 8, 8, 1, 1, patches=64)
-STEP = Estimate(Memory(0, 0, 0, 0, 0), Seconds(1.9, 2.0, 2.1, {"matrices": 1.5, "tower": 0.5}), {}, 900, 1.0)  # of 1600 with padding
+STEP = Estimate(
+    Memory(0, 0, 0, 0, 0), Seconds(1.9, 2.0, 2.1, {"matrices": 1.5, "tower": 0.5}), {}, 900, 1.0
+)  # of 1600 with padding
 PLAN = ParallelPlan(dp=2, micro_batch=2, accumulate=4)
 
 

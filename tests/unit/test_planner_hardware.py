@@ -189,9 +189,7 @@ def test_a_card_without_bf16_is_planned_in_fp16():
 
 
 def test_a_card_without_bf16_is_offered_no_sums_in_it():
-    offered = [
-        any("reduce_dtype" in each for each in _roundings(Target(1, 1.0), False, of)) for of in ("bf16", "fp16")
-    ]
+    offered = [any("reduce_dtype" in each for each in _roundings(Target(1, 1.0), False, of)) for of in ("bf16", "fp16")]
     assert offered == [True, False]
 
 
