@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from zero3d.tools.plan.calibrate import fit_products
-from zero3d.tools.plan.corrected import Timed, farthest, fitted, profile
+from zero3d.tools.plan.corrected import SPREAD, Timed, farthest, fitted, profile
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.shapes import llama
@@ -81,6 +81,9 @@ def test_nothing_is_negative_and_a_rank_alone_says_nothing_of_links():
     truth = replace(MEASURED, step=MeasuredStep(fixed=0.0, block=0.0, rest_passes=0.0))
     runs = [run._replace(seconds=run.seconds - 1e-3) for run in timed(truth, ALONE)]  # as if a step took less than 0
     found = fitted(MEASURED, runs, "by hand")
+    doubtful = [*runs, *(run._replace(seconds=1.6 * run.seconds) for run in runs)]
+    wide = fitted(MEASURED, doubtful, "by hand")
+    assert wide.spread == farthest(wide, doubtful) > SPREAD == found.spread
     assert min(found.step.fixed, found.step.block, found.step.rest_passes, found.step.update) >= 0
     assert found.inside == MEASURED.inside
     assert found.step.hide_dp == MeasuredStep().hide_dp

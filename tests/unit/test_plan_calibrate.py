@@ -1,11 +1,12 @@
 """What `zero3d calibrate` makes of its timings."""
 
+from dataclasses import replace
 from math import isclose
 
 import pytest
 
-from zero3d.tools.plan.calibrate import MESSAGES, fit
-from zero3d.tools.plan.hardware import named
+from zero3d.tools.plan.calibrate import MESSAGES, _per_partner, fit
+from zero3d.tools.plan.hardware import cluster, named
 
 
 @pytest.mark.parametrize(("n", "bandwidth", "latency"), [(2, 2e9, 50e-6), (8, 100e9, 4e-6), (4, 1e9, 0.0)])
@@ -41,3 +42,11 @@ def test_timings_that_grow_faster_than_sizes_are_bandwidth_alone():
 ])  # fmt: skip
 def test_a_device_is_found_in_the_catalogue_by_its_drivers_name(device, name):
     assert named(device) == name
+
+
+@pytest.mark.parametrize(("card", "local", "all_links"), [("mi300x", 2, 350e9), ("mi300x", 8, 50e9), ("h100", 2, 50e9)])
+def test_a_measured_link_is_of_those_that_its_ranks_used(card, local, all_links):
+    sheet = cluster(card, 8).inside
+    found = _per_partner(replace(sheet, bandwidth=50e9, partners=0), sheet, local)
+    assert found.to(local - 1) == pytest.approx(50e9)
+    assert (found.bandwidth, found.partners) == (pytest.approx(all_links), sheet.partners)

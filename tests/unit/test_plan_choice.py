@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from zero3d.config import load
+from zero3d.spec.offload import Offload
+from zero3d.tools.cli import plan as verb
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan import TOKENS, TUNED, is_tuned, sequences_of, tuning_batch
 from zero3d.tools.page import plan_text
@@ -67,6 +69,8 @@ def test_axes_are_less_simple_in_their_order_and_states_off_the_device_than_any(
     ]  # fmt: skip
     found = [complexity(ParallelPlan(**plan)) for plan in order]
     assert all(one < after for one, after in pairwise(found))
+    away = ParallelPlan(activations="full", offload=Offload(activations="host"))
+    assert complexity(away) > complexity(ParallelPlan(pp=8))
     assert complexity(ParallelPlan(pp=2, stage=3)) == complexity(ParallelPlan(pp=2, stage=0))  # over one rank
 
 
@@ -85,10 +89,26 @@ def test_only_what_is_as_good_for_the_goal_and_has_its_margin_is_equal():
     assert choose(few, "fewest-gpus").row is few[0]
     large = [row(20.0, pp=2, micro_batch=8), row(20.0, dp=1, micro_batch=4)]
     assert choose(large, "largest-batch").row is large[0]
+    spread = [row(20.0, dp=2, pp=2, micro_batch=8), row(20.0, micro_batch=8)]
+    assert choose(spread, "largest-batch").row is spread[0]
     tight = [row(10.0, pp=2), row(9.0, lacks=1.0, dp=2)]
     assert choose(tight).row is tight[0]
     none = [row(10.0, lacks=2.0, pp=2), row(10.1, lacks=1.0, dp=2), row(10.0, lacks=3.0)]
     assert choose(none).row is none[1]
+
+
+def test_plans_that_round_more_are_rows_of_their_own():
+    rows = [row(1.0, dp=2), row(1.0, dp=2, reduce_dtype="bf16"), row(1.0, dp=2, quantize="nf4-double")]
+    assert plan_text.distinct([*rows, row(2.0, dp=2)]) == rows
+
+
+@pytest.mark.parametrize(("adapters", "code"), [({}, 0), ({"rank": 8}, 2)])
+def test_a_fine_tune_of_all_weights_may_multiply_in_fp8(tmp_path, monkeypatch, adapters, code):
+    monkeypatch.setattr(verb, "has_weights", lambda path: True)
+    file = tmp_path / "run.yaml"
+    run = {"model": {"path": "demo", "init": "weights", "linear": "fp8"}, "data": {"length": 128}, "lora": adapters}
+    file.write_text(json.dumps(run))
+    assert main(["plan", str(file), "--gpus", "2", "--gpu", "h100", "--json"]) == code
 
 
 def test_what_is_recommended_is_said_written_and_marked(tmp_path, capsys):

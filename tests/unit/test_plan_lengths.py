@@ -56,8 +56,11 @@ def test_a_step_is_priced_by_what_is_padded_and_memory_by_the_longest():
     assert real.seconds.parts["attention"] == pytest.approx(shorter.seconds.parts["attention"])
     assert real.tokens == 4 * 8 * 2 * FOUND.mean
     assert real.flops == pytest.approx(evaluate(at_length(model, padded), PLACE, plan).flops * FOUND.mean / padded)
-    long = FOUND._replace(tokens=(2048,) * 4)
-    assert with_lengths(evaluate, long)(model, PLACE, plan).seconds == whole.seconds
+    long = FOUND._replace(tokens=(100, *[2048] * 99))  # two of 100, of which one is short in one pair of 10,000
+    padded = with_lengths(evaluate, long)(model, PLACE, plan)
+    assert padded.seconds == whole.seconds
+    assert padded.tokens == round(4 * 8 * 2 * long.mean) < whole.tokens
+    assert padded.flops == pytest.approx(whole.flops * long.mean / 2048)
     parted = with_lengths(evaluate, FOUND._replace(tokens=(301,)))(model, PLACE, plan.replace(dp=1, tp=4))
     assert parted.seconds == evaluate(at_length(model, 304), PLACE, plan.replace(dp=1, tp=4)).seconds
 

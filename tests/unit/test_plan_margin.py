@@ -8,10 +8,12 @@ import pytest
 from zero3d.errors import ConfigError
 from zero3d.spec.text import binary
 from zero3d.tools.cli.main import main
+from zero3d.tools.cli.plan_explain import Explained, _first_that_fits, _verdict
 from zero3d.tools.cli.plan_options import margin_of
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster
-from zero3d.tools.plan.margin import MARGIN, Range, ends, usable
+from zero3d.tools.plan.margin import MARGIN, Margin, Range, ends, margin_for, usable
+from zero3d.tools.plan.search import Row, Target
 from zero3d.tools.plan.shapes import gpt
 from zero3d.tools.plan.spec import ParallelPlan
 
@@ -28,6 +30,34 @@ def test_a_share_and_a_percentage_are_margins():
 def test_what_is_no_margin_is_refused(text):
     with pytest.raises(ConfigError, match=r"is no share of memory below 1: type 10% or 0\.1"):
         margin_of(text)
+
+
+def test_a_margin_says_who_wants_it():
+    assert margin_for(0.25, MODEL, ParallelPlan()) == (0.25, "full", "as --margin says")
+    assert margin_for(None, MODEL, ParallelPlan()).origin.startswith("9 of 10 published measurements")
+
+
+@pytest.mark.parametrize(
+    ("times", "said"), [(1.2, "Fits "), (1.05, "~ Fits {room}, and lacks "), (0.9, "Does not fit ")]
+)
+def test_a_plan_inside_the_margin_fits_and_lacks_some_of_it(times, said):
+    estimate = evaluate(MODEL, PLACE, ParallelPlan())
+    room = times * estimate.memory.device
+    row, margin, target = Row(ParallelPlan(), estimate), Margin(0.1, "full", "said"), Target(1, room, margin=0.1)
+    explained = Explained(MODEL, PLACE, row, room, margin, None, None, target, evaluate, None, "")
+    told = _verdict(explained)
+    assert told.startswith(said.partition("{")[0])
+    assert explained.fits == (times > 1.1)
+    assert ("lacks" in told) == (1 < times < 1.1)
+
+
+def test_states_leave_the_device_where_they_do_not_fit_with_the_margin():
+    plans = [ParallelPlan(), ParallelPlan(offload="host")]
+    need = evaluate(MODEL, PLACE, plans[0]).memory.device
+    found = [
+        _first_that_fits(plans, MODEL, PLACE, Target(1, times * need, margin=0.1), evaluate) for times in (1.2, 1.05)
+    ]
+    assert [row.plan.offload.optimizer for row in found] == ["none", "host"]
 
 
 def test_what_may_be_planned_has_the_margin_beyond_it():
@@ -108,6 +138,9 @@ def test_the_headline_names_range_and_ends_and_a_wider_margin_leaves_fewer_plans
     whole = [row for row in wide["plans"] if not row["lacks_bytes"]]
     assert max(row["memory"]["device"] for row in whole) * 1.9 <= room
     assert len(whole) <= len(found["plans"])
+    least = min(row["memory"]["device"] for row in found["plans"])
+    tight = json.loads(told("--json", "--assert-fits", f"{1.25 * least / 1e6:.0f}MB"))
+    assert {row["lacks_bytes"] > 0 for row in tight["plans"]} == {False, True}
 
 
 def test_bytes_of_a_card_are_binary():

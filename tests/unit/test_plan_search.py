@@ -638,3 +638,11 @@ def test_fp8_is_searched_only_where_it_is_asked_for_without_tp_and_refused_on_ca
     assert (written["model"]["linear"], written["train"]["compile"]) == ("fp8", True)
     with pytest.raises(ConfigError, match=r"model.linear=fp8 multiplies in fp8, which a100-80 cannot"):
         evaluate(WIDE, cluster("a100-80", 8), ParallelPlan(dp=8, linear="fp8"))
+
+
+def test_nothing_bounds_a_plan_whose_host_may_have_too_little():
+    model, place, plan = gpt(8, 1024, 16, 50304, 512), cluster("a6000", 4), ParallelPlan(dp=4)
+    assert evaluate(model, place, plan).memory.device <= BOUNDS.at_most(model, place, plan) < inf
+    small = replace(place, host_memory=0.99 * evaluate(model, place, plan).memory.host)
+    assert evaluate(model, small, plan).memory.lacks(small)
+    assert BOUNDS.at_most(model, small, plan) == inf

@@ -8,14 +8,18 @@ from pictures import record, save_data, save_model
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
+from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan_options import patches_of
 from zero3d.tools.cli.planned_images import images_of
 from zero3d.tools.plan.images import FileImages, Speed, as_json, cores, lines, percentile
-from zero3d.tools.plan.spec import Estimate, Memory, ModelSpec, Patches, Seconds
+from zero3d.tools.plan.spec import Estimate, Memory, ModelSpec, ParallelPlan, Patches, Seconds
 from zero3d.tools.sim.sampled_records import sampled
 
 MODEL = ModelSpec("m", (), 100, 8, 8, 1, 1, patches=64)
-STEP = Estimate(Memory(0, 0, 0, 0, 0), Seconds(1.9, 2.0, 2.1, {"matrices": 1.5, "tower": 0.5}), {}, 1600, 1.0)
+STEP = Estimate(
+    Memory(0, 0, 0, 0, 0), Seconds(1.9, 2.0, 2.1, {"matrices": 1.5, "tower": 0.5}), {}, 900, 1.0
+)  # of 1600 with padding
+PLAN = ParallelPlan(dp=2, micro_batch=2, accumulate=4)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +96,8 @@ def test_99_of_100_have_at_most_as_many(values, place):
 
 def test_cores_prepare_as_many_images_as_a_gpu_takes():
     file = FileImages(Patches(64), 32.0, 64, 1.5, 100, 80, Speed(8, 0.4))
-    assert cores(MODEL, STEP, file, gpus=2) == pytest.approx(1.5 * 16 / 2 * 0.05 / 2.0)
-    told, prepared = lines(MODEL, STEP, 2, file, asked=False)
+    assert cores(STEP, PLAN, file) == pytest.approx(1.5 * 16 / 2 * 0.05 / 2.0)
+    told, prepared = lines(MODEL, STEP, PLAN, file, asked=False)
     assert told == (
         "Images: 64 patches of a sequence are planned, which 99% of those with images do not exceed (mean 32.0 patches, "
         "largest 64; of 100 records of the data, of which 80% have images)."
@@ -102,24 +106,32 @@ def test_cores_prepare_as_many_images_as_a_gpu_takes():
         "The vision tower takes 25% of a step; 0.3 cores a GPU prepare its images, 20.0 images/s a core (measured here on "
         "8 files)."
     )
-    assert as_json(MODEL, STEP, 2, file) == {
+    assert as_json(MODEL, STEP, PLAN, file) == {
         "patches": 64, "tower_share": 0.25, "mean": 32.0, "largest": 64, "records": 100, "shown": 80,
         "images_per_second_and_core": pytest.approx(20), "cores_per_gpu": pytest.approx(0.3),
     }  # fmt: skip
 
 
 def test_what_was_not_measured_is_said():
-    told = list(lines(MODEL, STEP, 2, None, asked=False, why=" (m has no processor)"))
+    told = list(lines(MODEL, STEP, PLAN, None, asked=False, why=" (m has no processor)"))
     assert told[0] == (
         "Images: 64 patches of each sequence, one image: nothing else is known (m has no processor). --patches N says how "
         "many."
     )
     assert told[1].endswith("cores that prepare images are not known: a run's data and its model's processor tell.")
-    assert next(lines(MODEL, STEP, 2, None, asked=True)) == "Images: 64 patches of each sequence, by --patches."
+    assert next(lines(MODEL, STEP, PLAN, None, asked=True)) == "Images: 64 patches of each sequence, by --patches."
     text = ModelSpec("m", (), 100, 8, 8, 1, 1)
-    assert list(lines(text, STEP, 2, None, asked=False)) == []
-    [left_out] = lines(text, STEP, 2, None, asked=True)
+    assert list(lines(text, STEP, PLAN, None, asked=False)) == []
+    [left_out] = lines(text, STEP, PLAN, None, asked=True)
     assert left_out == "Images: --patches is left out, since m is planned by its text alone."
+
+
+def test_explain_takes_the_patches_that_are_asked_for(folder, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": {"path": str(folder / "qwen3_vl")}, "data": {"length": 64}}))
+    words = ["plan", "explain", str(file), "--gpus", "1", "--gpu", "a6000", "--patches", "32", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["images"]["patches"] == 32
 
 
 @pytest.mark.parametrize("asked", ["0", "0.5", "2e6", "-4"])

@@ -1,6 +1,7 @@
 """The GPU catalogue, cluster files, and planner data as JSON."""
 
 import json
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import CATALOGUE, cluster, named
 from zero3d.tools.plan.ladder import ladder
 from zero3d.tools.plan.network import REACHED, Group, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
-from zero3d.tools.plan.search import Row, SearchResult, Target, resized, search
+from zero3d.tools.plan.search import Row, SearchResult, Target, _roundings, resized, search
 from zero3d.tools.plan.shapes import gpt
 from zero3d.tools.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.tools.plan.spec_json import from_json, to_json
@@ -143,6 +144,10 @@ def test_links_to_partners_carry_what_goes_among_a_groups_own_members():
     assert gather_seconds(8e9, Group(2, 2), switched) < gather_seconds(8e9, Group(8, 8), switched)
     assert send_seconds(8e9, spec.inside) == pytest.approx(8e9 / link, rel=1e-3)
     assert exchange_seconds(8e9, Group(4, 4), spec) == gather_seconds(8e9, Group(4, 4), spec)
+    plain = replace(spec, inside=replace(spec.inside, partners=0))
+    for size in (1e3, 1e6, 8e9):  # of all GPUs of a node all links are used, by trees and rings
+        assert reduce_seconds(size, Group(8, 8), spec) == reduce_seconds(size, Group(8, 8), plain)
+    assert spec.inside.to(9) == spec.inside.bandwidth
     assert reduce_seconds(8e9, Group(2, 2), spec) == pytest.approx(2 * gather_seconds(8e9, Group(2, 2), spec))
 
 
@@ -181,6 +186,11 @@ def test_a_card_without_bf16_is_planned_in_fp16():
     (said,) = without_bf16(ParallelPlan(), cluster("t4", 1))
     assert "bf16 is slower" in said
     assert not list(without_bf16(ParallelPlan(), cluster("a100", 1)))
+
+
+def test_a_card_without_bf16_is_offered_no_sums_in_it():
+    offered = [any("reduce_dtype" in each for each in _roundings(Target(1, 1.0), False, of)) for of in ("bf16", "fp16")]
+    assert offered == [True, False]
 
 
 def test_a_launcher_is_told_the_machines_of_a_rack():

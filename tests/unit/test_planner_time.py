@@ -381,6 +381,8 @@ def test_rows_go_to_their_experts_and_come_back_three_times_where_they_are_recom
     kept, repeated = 3 * 2 * 2 * rows, 3 * 2 * 3 * rows
     assert found == pytest.approx({"none": kept, "full": repeated, "every:2": repeated, "selective": kept})
     assert milliseconds(model, dp=2)["experts"] == milliseconds(dp=2)["experts"] == 0
+    hidden = milliseconds(model, pace={"hide_ep": 0.25}, dp=2, ep=2)["experts"]
+    assert hidden == pytest.approx(kept - 0.25 * 3 * 2 * 2 * (rows - 1), rel=1e-3)
 
 
 def test_an_attention_exchanges_queries_keys_values_and_output_there_and_back():
@@ -632,6 +634,9 @@ def test_packed_weights_are_decoded_before_every_product():
     block = replace(model.parts[0], units=(Unit("blocks", (weight,)),))
     found = milliseconds(replace(model, name="packed", parts=(block, block)))["matrices"]
     assert found == pytest.approx(3 * 2 * 2 * (9 + 22))
+    half = replace(block, units=(Unit("blocks", (replace(weight, cut=0),)),))
+    found = milliseconds(replace(model, name="packed, cut", parts=(half, half)), tp=2)["matrices"]
+    assert found == pytest.approx(3 * 2 * 2 * (1 + 4 + 1 + 11))
 
 
 def test_nf4_is_decoded_by_a_kernel_on_a_card_alone():

@@ -18,6 +18,7 @@ from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.footprint import footprints
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.kernels import KERNELS, works
+from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.rank_model import model_chunks
 from zero3d.tools.plan.shapes import of_params
 from zero3d.tools.plan.spec import Forward, ModelSpec, ParallelPlan, Patches
@@ -219,6 +220,13 @@ def test_attention_of_a_window_costs_by_patches_and_of_an_image_by_their_square(
     assert large[1].matrices == 4 * small[1].matrices
 
 
+def test_inputs_wait_in_a_towers_forward_for_the_stages_behind_it():
+    plans = [ParallelPlan(pp=pp, accumulate=4) for pp in (1, 2)]
+    seeing = [dict(instants(traced(), plan))["forward of the vision tower"] for plan in plans]
+    waiting = [parts.get("activations", 0.0) for parts in seeing]
+    assert waiting[0] == 0 < waiting[1]
+
+
 def test_every_tp_and_sp_rank_runs_the_whole_tower():
     spec = traced()
     settings = ({}, {"tp": 2}, {"dp": 2, "sp": 2}, {"tp": 2, "sequence_parallel": True})
@@ -228,6 +236,8 @@ def test_every_tp_and_sp_rank_runs_the_whole_tower():
     seconds = [[works(spec, plan, SLOW, 1.0, KERNELS)[i].forward for i in (place, block)] for plan in plans]
     assert len({tower for tower, _ in seconds}) == 1
     assert len({language for _, language in seconds}) > 1
+    text = replace(spec, parts=tuple(part for part in spec.parts if part.kind != "tower"), patches=0)
+    assert evaluate(spec, SLOW, plans[1]).seconds.parts["tp"] == evaluate(text, SLOW, plans[1]).seconds.parts["tp"]
     kept = [footprints(spec, plan)[spec.parts[place]].kept for plan in plans]
     assert len(set(kept)) == 1
 

@@ -200,7 +200,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     sequences, batch = sequences_of(arguments, model, cluster, file, tuned)
     target = Target(sequences, room, arguments.goal, arguments.offload, optimizer, quantize, margin)
     linear = linear_of(arguments.linear) or (file.config.model.linear if file else None)
-    if linear is not None and (arguments.lora or quantize or (file and is_tuned(file.config))):
+    adapted = arguments.lora or (file and file.config.lora.rank is not None)
+    if linear is not None and (adapted or quantize):
         raise ConfigError(f"--linear {linear} is for models of which all is trained: leave out --lora and --quantize.")
     compiled = arguments.compile or bool(file and file.config.train.compile)
     target = target._replace(linear=linear, compile=compiled)
@@ -229,7 +230,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         model, used, target, result, rungs, knobs, tokens, price, links, end, batch, lengths, unknown
     )
     _write(arguments, answer, path, file)
-    about = best.estimate, best.plan.world, pictures
+    about = best.estimate, best.plan, pictures
     if arguments.json:
         told = images.as_json(model, *about)
         print(json.dumps(plan_json.as_json(answer) | ({} if told is None else {"images": told}), indent=2))

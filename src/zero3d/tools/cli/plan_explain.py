@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         lengths,
         unknown,
     )
-    about = row.estimate, row.plan.world, pictures
+    about = row.estimate, row.plan, pictures
     if arguments.json:
         told = images.as_json(model, *about)
         more = ({} if told is None else {"images": told}) | ({} if parts is None else {"rl": asdict(parts)})

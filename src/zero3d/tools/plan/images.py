@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zero3d.tools.plan.spec import Estimate, ModelSpec, Patches
+from zero3d.tools.plan.spec import Estimate, ModelSpec, ParallelPlan, Patches
 
 PLANNED = 0.99  # of sequences have at most as many patches as are planned
 
@@ -51,16 +51,16 @@ def tower_share(estimate: Estimate) -> float:
     return estimate.seconds.parts.get("tower", 0.0) / estimate.seconds.mid
 
 
-def cores(model: ModelSpec, estimate: Estimate, file: FileImages, gpus: int) -> float | None:
+def cores(estimate: Estimate, plan: ParallelPlan, file: FileImages) -> float | None:
     """Return how many cores prepare the images of a GPU as fast as it takes them; None where that was not measured."""
     if file.speed is None:
         return None
-    images = file.images * estimate.tokens / model.length / gpus
+    images = file.images * plan.rows * plan.accumulate * plan.micro_batch / plan.world
     return images * file.speed.seconds / file.speed.files / estimate.seconds.mid
 
 
 def lines(
-    model: ModelSpec, estimate: Estimate, gpus: int, file: FileImages | None, asked: bool, why: str = ""
+    model: ModelSpec, estimate: Estimate, plan: ParallelPlan, file: FileImages | None, asked: bool, why: str = ""
 ) -> Iterator[str]:
     """Yield what a reader must know of images in a plan.
 
@@ -90,7 +90,7 @@ def lines(
     share = f"The vision tower takes {taken:.0%} of a step"
     if not taken:
         share = "The vision tower is on another pipeline stage than the one that takes longest"
-    needed = None if file is None else cores(model, estimate, file, gpus)
+    needed = None if file is None else cores(estimate, plan, file)
     if file is None or file.speed is None or needed is None:
         yield f"{share}; cores that prepare images are not known: a run's data and its model's processor tell."
         return
@@ -101,7 +101,9 @@ def lines(
     )
 
 
-def as_json(model: ModelSpec, estimate: Estimate, gpus: int, file: FileImages | None) -> dict[str, object] | None:
+def as_json(
+    model: ModelSpec, estimate: Estimate, plan: ParallelPlan, file: FileImages | None
+) -> dict[str, object] | None:
     """Return the same for programs; None where text alone is planned."""
     if not model.patches:
         return None
@@ -110,5 +112,5 @@ def as_json(model: ModelSpec, estimate: Estimate, gpus: int, file: FileImages | 
         told |= {"mean": file.mean, "largest": file.largest, "records": file.records, "shown": file.shown}
         if file.speed is not None:
             told["images_per_second_and_core"] = file.speed.files / file.speed.seconds
-            told["cores_per_gpu"] = cores(model, estimate, file, gpus)
+            told["cores_per_gpu"] = cores(estimate, plan, file)
     return told

@@ -63,10 +63,8 @@ def with_lengths(evaluate: Evaluate, lengths: Lengths) -> Evaluate:
     def real(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> Estimate:
         whole, padded = evaluate(model, cluster, plan), lengths.padded(plan.micro_batch)
         cut = plan.tp * plan.sp  # ranks that share a sequence need equal parts of it
-        length = -(-round(padded) // cut) * cut
-        if length >= model.length:
-            return whole
-        now = evaluate(at_length(model, length), cluster, plan)
+        length = min(-(-round(padded) // cut) * cut, model.length)
+        now = whole if length == model.length else evaluate(at_length(model, length), cluster, plan)
         sequences = plan.rows * plan.accumulate * plan.micro_batch
         flops = now.flops * lengths.mean / length
         return Estimate(whole.memory, now.seconds, now.traffic, round(sequences * lengths.mean), flops, whole.notes)
