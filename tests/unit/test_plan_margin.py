@@ -138,9 +138,6 @@ def test_the_headline_names_range_and_ends_and_a_wider_margin_leaves_fewer_plans
     whole = [row for row in wide["plans"] if not row["lacks_bytes"]]
     assert max(row["memory"]["device"] for row in whole) * 1.9 <= room
     assert len(whole) <= len(found["plans"])
-    least = min(row["memory"]["device"] for row in found["plans"])
-    tight = json.loads(told("--json", "--assert-fits", f"{1.25 * least / 1e6:.0f}MB"))
-    assert {row["lacks_bytes"] > 0 for row in tight["plans"]} == {False, True}
 
 
 def test_bytes_of_a_card_are_binary():

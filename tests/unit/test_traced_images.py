@@ -18,7 +18,6 @@ from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.footprint import footprints
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.kernels import KERNELS, works
-from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.rank_model import model_chunks
 from zero3d.tools.plan.shapes import of_params
 from zero3d.tools.plan.spec import Forward, ModelSpec, ParallelPlan, Patches
@@ -218,13 +217,6 @@ def test_attention_of_a_window_costs_by_patches_and_of_an_image_by_their_square(
     assert windowed[1] == 4 * windowed[0]
     assert whole[1] == 16 * whole[0]
     assert large[1].matrices == 4 * small[1].matrices
-
-
-def test_inputs_wait_in_a_towers_forward_for_the_stages_behind_it():
-    plans = [ParallelPlan(pp=pp, accumulate=4) for pp in (1, 2)]
-    seeing = [dict(instants(traced(), plan))["forward of the vision tower"] for plan in plans]
-    waiting = [parts.get("activations", 0.0) for parts in seeing]
-    assert waiting[0] == 0 < waiting[1]
 
 
 def test_every_tp_and_sp_rank_runs_the_whole_tower():
