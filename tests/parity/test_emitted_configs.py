@@ -58,7 +58,7 @@ def trains(ranks, file, folder):
 def test_the_best_plans_file_trains_unchanged_and_is_explained_as_it_was_planned(ranks, saved, capsys):
     file = saved / "train.yaml"
     words = [saved / "model", *CLUSTER, "--seq", LENGTH, "--tokens-per-batch", TOKENS, "--emit", file]
-    best = planned(capsys, *words)["plans"][0]
+    best = planned(capsys, *words)["recommended"]
     before = file.read_bytes()
     trains(ranks, file, saved)
     assert file.read_bytes() == before

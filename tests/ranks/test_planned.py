@@ -100,7 +100,8 @@ def test_ten_steps_leave_a_profile_by_which_the_same_run_is_planned_as_long_as_i
     assert line.endswith(f"a step: measured {MEASURED} s (a CPU's is planned with plan.cluster alone)")
     file, config = f"{made['output']}/profile.json", load(made)
     place = cluster("cpu", 1, 1, file)
-    estimate = evaluate(open_spec("demo", config.data.length), place, plan_of(config, 1))
+    spec = open_spec("demo", config.data.length, packed=bool(config.data.packing))
+    estimate = evaluate(spec, place, plan_of(config, 1))
     assert estimate.seconds.mid == pytest.approx(1.0, rel=1e-6)  # STEPS' last, the median of steps 4 to 10
     calibrated = replace(
         place, provenance=place.provenance | {"gpu.matrix": "measured", "step.fixed": "fitted on 7 runs"}

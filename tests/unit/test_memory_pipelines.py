@@ -24,7 +24,7 @@ from by_hand import (
 )
 
 from zero3d.tools.plan.in_flight import moments
-from zero3d.tools.plan.memory import _Ranks, memory
+from zero3d.tools.plan.memory import Ranks, memory
 from zero3d.tools.plan.shapes import gpt
 from zero3d.tools.plan.spec import ParallelPlan
 
@@ -158,7 +158,7 @@ def test_bounds_leave_out_no_rank_and_no_moment_that_is_the_fullest(schedule, ac
     model = gpt(17, 256, 4, head, 256)
     for pp, accumulate in ((2, 4), (4, 16), (8, 8)):
         plan = ParallelPlan(pp=pp, accumulate=accumulate, schedule=schedule, activations=activations)
-        alone = [_Ranks(model, plan, (stage,)) for stage in range(pp)]
+        alone = [Ranks(model, plan, (stage,)) for stage in range(pp)]
         for rank in alone:
             fullest = rank._backwards()
             assert fullest

@@ -16,7 +16,7 @@ from zero3d.memory.scratch import update_bucket, update_scratch
 from zero3d.precision import joined
 from zero3d.tools.plan.emit import plan_of, train_config
 from zero3d.tools.plan.hardware import cluster
-from zero3d.tools.plan.memory import _Ranks
+from zero3d.tools.plan.memory import Ranks
 from zero3d.tools.plan.spec import ParallelPlan
 from zero3d.tools.plan.states import states
 from zero3d.tools.plan.time import Pace, step_seconds
@@ -276,7 +276,7 @@ def test_the_planner_counts_it_and_a_bucket_instead_of_the_scratch_of_casts():
     assert "master" not in train_config(model_of(), stored, "model", None)["zero"]
     share = model_of().trainable / 2
     assert states(model_of(), stored).states.optimizer - states(model_of(), plan).states.optimizer == 2 * share
-    assert [_Ranks(model_of(), each, (0,))._holding.step.wire for each in (stored, plan)] == [2 * 4 * share, 4 * share]
+    assert [Ranks(model_of(), each, (0,))._holding.step.wire for each in (stored, plan)] == [2 * 4 * share, 4 * share]
     assert update_scratch(10**9, "cuda") == update_bucket("cuda")
     seconds = [
         step_seconds(model_of(), each, cluster("a100-80", 2), Pace({})).parts["optimizer"] for each in (stored, plan)
