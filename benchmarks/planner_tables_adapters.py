@@ -4,8 +4,8 @@ Models are traced as `zero3d plan MODEL --lora r=64 --quantize nf4` traces them:
 row calls its memory is compared with that: allocated, reserved, or what the device shows. Rows with a doubt are sets of
 their own, whose names end in "(doubt)".
 
-LitGPT's own files (config_hub/finetune) put adapters on queries and values of models of 7 billion parameters, and on
-all linear layers of smaller ones; that is taken for a row that does not know it.
+LitGPT's own files (config_hub/finetune) put adapters on queries and values of Llama 2 7B, and on all linear layers of
+TinyLlama and Phi-3; that is taken for rows of these, whose table has the layers from memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero3d.config.sections import ALL_LINEAR
 from zero3d.tools.plan.hardware import cluster
 from zero3d.tools.plan.spec import Estimate, Forward, ModelSpec, ParallelPlan, Part
 
-DROPOUT = 0.05  # of adapters: all three stacks have 0.05 or 0.1, which keeps as many bytes
+DROPOUT = 0.05  # of adapters, as in LitGPT's files: any share above 0 keeps as many bytes
 
 
 class Shape(NamedTuple):

@@ -64,7 +64,7 @@ def test_what_was_not_compared_is_said():
     known, unknown = cluster("h100", 8), cluster("mi300x", 8)
     plan = ParallelPlan(dp=8)
     assert judged(MODEL, known, plan) is None
-    hybrid = replace(MODEL, provenance=f"traced, {AS_KERNELS}, with an image of 576 tokens")
+    hybrid = replace(MODEL, provenance=f"traced, {AS_KERNELS}", patches=576)
     away = plan.replace(offload="host")
     words = ("mi300x", "states or inputs off the GPU", HYBRIDS, IMAGES)
     assert not_judged(hybrid, unknown, away) == words

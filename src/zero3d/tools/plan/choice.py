@@ -1,4 +1,4 @@
-"""Which plan to recommend: of those that predictions do not tell apart, the simplest. No torch.
+"""Recommend a plan: of those that predictions do not tell apart, the simplest. No torch.
 
     plain dp  <  a second shard  <  shard, stage by stage  <  tp  <  sp  <  ep  <  pp      each is simpler than the next
 

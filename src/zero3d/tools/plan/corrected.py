@@ -1,9 +1,9 @@
 """A cluster by what steps on it took: of one run, or of several that differ.
 
     one run        `corrected`: rates of products scaled until the plan's step takes as long
+    several runs   `fitted`: each kind of work scaled, and what a step and a block take beside (`MeasuredStep`)
     either         the range of what a rank computes narrows (`ClusterSpec.spread`): to what published runs say of plans
                    on more GPUs, once those on fewer are known, or to how far off the fit is
-    several runs   `fitted`: each kind of work scaled, and what a step and a block take beside (`MeasuredStep`)
 
 step seconds of one run
   | \\                   matrices and attention shrink with the rates; links, memory and the rest do not

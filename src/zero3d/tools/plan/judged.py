@@ -1,4 +1,4 @@
-"""What of a plan no published run was compared with: its card, what is off the device, its kinds of layers. No torch.
+"""Say what no published run has of a plan: its card, what is off the device, its kinds of layers. No torch.
 
 `benchmarks/planner_accuracy.py` compares plans with published runs. A plan of something that no row of its tables has
 may be as good as others, and nobody knows: so its first lines say it. CARDS and JUDGED are what that script's rows
@@ -15,7 +15,6 @@ JUDGED = ("full", "lora", "qlora")
 WORDS = {"offload": "states or inputs off the GPU", "lora": "LoRA", "qlora": "adapters on a quantised base"}
 HYBRIDS = "recurrences or convolutions"
 IMAGES = "images"
-SEEN = "image"  # in the provenance of a model whose tower is planned
 
 
 def not_judged(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> tuple[str, ...]:
@@ -24,7 +23,7 @@ def not_judged(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> tu
     found = [] if cluster.gpu.name in CARDS else [cluster.gpu.name]
     found += [] if kind in JUDGED else [WORDS[kind]]
     found += [HYBRIDS] if any(mixers in model.provenance for mixers in (AS_KERNELS, IN_TORCH)) else []
-    found += [IMAGES] if SEEN in model.provenance else []
+    found += [IMAGES] if model.patches else []
     return tuple(found)
 
 

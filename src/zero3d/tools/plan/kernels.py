@@ -31,18 +31,12 @@ from typing import Any, NamedTuple
 
 from zero3d.sequence.shares import Halo, Scanned
 from zero3d.tools.plan.constants import VALUES, Values, constant, of_system
+from zero3d.tools.plan.network import CPU
 from zero3d.tools.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPlan, Part
 
-CARDS = (
-    "v100",
-    "a100",
-    "h100-96",
-    "h100",
-    "h200",
-    "rtx",
-    "cpu",
-)  # whose rates are known, by the start of a card's name
-OTHER_CARDS, CPU = "other cards", "cpu"
+# Cards whose rates are known, by the start of their names; the longer of two starts is first.
+CARDS = ("v100", "a100", "h100-96", "h100", "h200", "rtx", CPU)
+OTHER_CARDS = "other cards"
 BY_KERNEL = ("nf4", "nf4-double")
 HOPPER = ("h100-96", "h100", "h200")
 IMBALANCE = constant("experts", "imbalance")
@@ -294,7 +288,7 @@ def works(
 
 
 class _Run(NamedTuple):
-    """What the seconds of a part depend on, beside the part.
+    """Holds what the seconds of a part depend on, beside the part.
 
     whole   tokens of whole sequences
     narrow  what products gain by a narrow precision

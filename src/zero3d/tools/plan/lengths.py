@@ -1,4 +1,4 @@
-"""How long the sequences of a run really are: a step is priced by what is padded, memory by the longest. No torch.
+"""Price a step by how long a run's sequences are once padded, and memory by the longest. No torch.
 
     records      #### ###### ## ########    tokens of a sample of the run's own, cut at data.length
     micro-batch  ####...  ######.           padded to its longest: of b draws the mean of the largest

@@ -28,7 +28,6 @@ from zero3d.tools.plan.spec import ClusterSpec, Evaluate, ModelSpec, ParallelPla
 
 KINDS = ("full", "lora", "qlora", "offload")
 MARGIN = constant("plan", "margin full")
-ORIGIN = source_of("plan", "margin full")
 LITTLE = 0.5  # of parameters: a model of which less is trained is adapted
 GRAIN, PARTS = 256, 16  # tokens, and the part of a sequence, to which the longest one is found
 MOST = 64  # times a plan's sequence or micro-batch, up to which is looked

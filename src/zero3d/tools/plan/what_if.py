@@ -17,13 +17,12 @@ from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, t
 from zero3d.spec.zero import KEPT, NODE
 from zero3d.tools.plan.decided import algorithm_on, policy_of, usual_unit
 from zero3d.tools.plan.network import Groups
-from zero3d.tools.plan.search import ACTIVATIONS, LONG, Row, ep_refused, pipeline_moments, shard_refused
+from zero3d.tools.plan.search import ACTIVATIONS, LONG, SOONER, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.tools.plan.sequence import sp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Memory, ModelSpec, ParallelPlan
 
 Settings = Mapping[str, Any]
 KEEPS = {"zero.weights": KEPT}  # what goes with states off the device, from which no gather casts
-WORTH = 0.005  # of a step's seconds, below which no change is faster
 SAME = 5e-4  # part of a plan's memory: a smaller change is none
 
 
@@ -86,7 +85,7 @@ def faster(
     knobs: Sequence[WhatIf], row: Row, usable: Callable[[ParallelPlan], float], cluster: ClusterSpec
 ) -> list[WhatIf]:
     """Return single changes that are faster and fit with their margin, the fastest first. usable: bytes for a plan."""
-    least = (1 - WORTH) * row.estimate.seconds.mid
+    least = (1 - SOONER) * row.estimate.seconds.mid
     fit = (
         knob
         for knob in knobs
