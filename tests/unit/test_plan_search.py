@@ -615,6 +615,25 @@ def test_linear_layers_in_fp8_are_priced_by_their_products_scales_and_copies():
     assert any("model.linear=fp8: linear layers of blocks" in note for note in narrow.notes)
 
 
+def test_blocks_are_compiled_where_that_is_faster_unless_a_caller_says():
+    """Which changes no plan's memory, so that as many fit."""
+    counts = {"launches": (10.0, 20.0), "passed": (2e6, 2e6)}
+    parts = (replace(part, operations=replace(part.operations, **counts)) for part in WIDE.parts)
+    counted = replace(WIDE, name="counted", parts=tuple(parts))
+    either, never, always = (
+        search(counted, H100, Target(16, 80e9, margin=0.0, compile=said), evaluate, BOUNDS)
+        for said in (None, False, True)
+    )
+    assert {row.plan.compile for row in either.rows} == {row.plan.compile for row in always.rows} == {True}
+    assert [row.estimate for row in either.rows] == [row.estimate for row in always.rows]
+    assert {row.plan.compile for row in never.rows} == {False}
+    assert either.rows[0].estimate.seconds.mid < never.rows[0].estimate.seconds.mid
+    assert (either.tried, len(either.rows)) == (never.tried, len(never.rows))
+    assert "compiled" in settings(either.rows[0].plan)
+    assert any("without train.compile=true: fused kernels" in note for note in either.rows[0].estimate.notes)
+    assert {row.plan.compile for row in search(WIDE, H100, Target(16, 80e9, compile=None), evaluate).rows} == {False}
+
+
 def test_layers_whose_sizes_16_does_not_divide_and_the_head_stay_in_16_bits():
     odd = llama(8, 4088, 28, 7, 14328, 32000, 4096)
     assert (

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from zero3d.config import load
+from zero3d.tools.cli import plan as plan_verb
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.planned_file import RunFile
 from zero3d.tools.plan.footprint import tiles_loss
@@ -54,6 +55,35 @@ def test_what_the_command_says_is_taken_and_how_long_the_file_trains_is_told(fil
     out = capsys.readouterr().out
     assert "16 sequences = 1,024 tokens a step" in out
     assert "5.12K tokens: " in out  # 10 steps of 8 sequences of 64
+
+
+@pytest.mark.parametrize(
+    ("train", "packing", "word", "compiled"),
+    [
+        ({}, True, "--compile", True),
+        ({"compile": True}, True, "--no-compile", False),
+        ({"compile": True}, False, "", True),
+        ({"compile": False}, True, "", False),
+        ({}, True, "", None),
+        ({}, False, "", False),
+    ],
+)
+def test_blocks_are_compiled_as_is_said_or_where_packed_batches_have_one_shape(
+    file, monkeypatch, train, packing, word, compiled
+):
+    tree = {**FILE, "data": {**FILE["data"], "packing": packing}, "train": {**FILE["train"], **train}}
+    file.write_text(yaml.safe_dump(tree))
+    asked = []
+
+    def searched(model, cluster, target, *rest):
+        asked.append(target.compile)
+        chosen = target._replace(compile=bool(target.compile))
+        return plan_verb.search(model, cluster, chosen, *rest[:2])
+
+    monkeypatch.setattr(plan_verb, "_searched", searched)
+    assert main(["plan", "train.yaml", *WORDS, "--emit", "planned.yaml", *([word] if word else [])]) == 0
+    assert asked == [compiled]
+    assert load(file.parent / "planned.yaml").train.compile is bool(compiled)
 
 
 def test_a_file_in_another_precision_is_refused(file, capsys):

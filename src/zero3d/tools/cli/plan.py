@@ -121,7 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantize", metavar="F", help=f"hold frozen linear layers in {' or '.join(FORMATS)} (beside --lora)"
     )
     parser.add_argument("--linear", metavar="F", help="multiply linear layers in fp8 (model.linear), on cards that can")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks (train.compile)")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the blocks (train.compile), or not (default: if it is faster, where all batches have one shape)",
+    )
     parser.add_argument("--goal", default="fastest", help=f"{', '.join(GOALS)} (default %(default)s)")
     parser.add_argument(
         "--offload",
@@ -203,8 +207,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     adapted = arguments.lora or (file and file.config.lora.rank is not None)
     if linear is not None and (adapted or quantize):
         raise ConfigError(f"--linear {linear} is for models of which all is trained: leave out --lora and --quantize.")
-    compiled = arguments.compile or bool(file and file.config.train.compile)
-    target = target._replace(linear=linear, compile=compiled)
+    target = target._replace(linear=linear, compile=compiles(arguments, model, file))
     priced = cache(
         evaluate if lengths is None else with_lengths(evaluate, lengths)
     )  # knobs and rungs are in part what the search has tried
@@ -311,6 +314,14 @@ def open_model(
     chosen = Model(quantize=quantize or format_of(arguments.quantize))
     forward = Forward(on_card, patches=patches)
     return open_spec(path, length, chosen=chosen, lora=lora, packed=packed, beyond=True, forward=forward)
+
+
+def compiles(arguments: argparse.Namespace, model: ModelSpec, file: RunFile | None) -> bool | None:
+    """Return whether blocks are compiled, as is said; else None, where it is faster, if all batches have one shape."""
+    said = arguments.compile if file is None or arguments.compile is not None else file.compiles
+    if said is not None:
+        return said
+    return None if "packed" in model.provenance and not model.patches else False
 
 
 def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:

@@ -29,9 +29,9 @@ from zero3d.train.setup.left_out import load_filled
 ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
 FOR = "plan"  # the section of what it was planned for
-REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
+REPLACED = ("batch", "micro_batch", "accumulate", "compile")  # of train, whatever a plan says
 NARROW = (("model", "quantize"), ("model", "linear"), ("optimizer", "name"))  # keys that a plan may say
-PORTIONS = (*REPLACED, "tiled_loss", "compile")  # of train that a plan may say
+PORTIONS = (*REPLACED, "tiled_loss")  # of train that a plan may say
 
 
 def lengths_of(config: Config) -> tuple[Lengths | None, str]:
@@ -98,6 +98,11 @@ class RunFile(NamedTuple):
         """Return the tokens of the whole training, where the file says how many steps and sequences it has."""
         train, each = self.config.train, model.length if lengths is None else lengths.mean
         return None if train.steps is None or train.batch is None else train.steps * train.batch * float(each)
+
+    @property
+    def compiles(self) -> bool | None:
+        """Return what it says of train.compile, None where it says nothing."""
+        return (self.tree.get("train") or {}).get("compile")
 
     def with_plan(self, planned: Mapping[str, Any]) -> dict[str, Any]:
         """Return the file with a plan's settings in the place of its own. planned: `emit.train_config`."""

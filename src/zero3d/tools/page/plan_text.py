@@ -236,6 +236,7 @@ def settings(plan: ParallelPlan) -> str:
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["loss in tiles"] if plan.tiled_loss is True else []
     words += [] if plan.quantize is None else [f"base in {plan.quantize}"]
+    words += ["compiled"] if plan.compile else []
     words += ["moments in 8 bits"] if OPTIMIZERS[plan.optimizer].coded else []
     return ", ".join([*words, *_said(plan.zero, plan), *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
 

@@ -187,13 +187,15 @@ def _notes(
 
 
 def _rounded(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
-    """Yield what a plan rounds more than it must, and why that changes bits."""
+    """Yield what a plan rounds otherwise than by default, and why that changes bits."""
     if OPTIMIZERS[plan.optimizer].coded:
         yield f"optimizer.name={plan.optimizer}", FACTS["moments"].why
     if plan.linear is not None:
         yield f"model.linear={plan.linear}", "linear layers of blocks multiply in 8 bits; all else is in bf16"
     if plan.zero.reduce_dtype == "bf16":
         yield "zero.reduce_dtype=bf16", FACTS["wire"].why
+    if plan.compile:
+        yield "train.compile=true", FACTS["compiled"].why
 
 
 def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:

@@ -40,6 +40,7 @@ OTHER_CARDS = "other cards"
 BY_KERNEL = ("nf4", "nf4-double")
 HOPPER = ("h100-96", "h100", "h200")
 IMBALANCE = constant("experts", "imbalance")
+APART = constant("step", "apart")
 PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
 FP8, MULTIPLE = "fp8", 16  # of model.linear; both sizes of its matrices are a multiple
 SCALED = 2 + 2 + 1  # bytes that are moved to scale and round a value in bf16
@@ -287,6 +288,25 @@ def works(
     return _works(model, _run(model, plan, cluster, speed, kernels, busy))
 
 
+def faster_blocks(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
+    """Return the plan with compiled blocks, if they take less time by more than predictions tell apart, else as it is.
+
+    Where a machine's own steps were measured, or nobody counted kernels, both take as long.
+    """
+    if cluster.step is not None or cluster.gpu.name == CPU:
+        return plan
+    run = _run(model, plan, cluster, 1.0, KERNELS, IMBALANCE)
+    return plan.replace(compile=True) if _is_faster_compiled(model, run, _decoded(plan, True, cluster)) else plan
+
+
+@lru_cache(maxsize=1024)
+def _is_faster_compiled(model: ModelSpec, run: _Run, decoded: float) -> bool:
+    blocks = [i for i, shape in enumerate(digest(model).shapes) if shape.kind == "block"]
+    runs = run, run._replace(compiled=True, decoded=decoded)
+    eager, compiled = (sum(sum(map(sum, of_parts[i])) for i in blocks) for of_parts in (_works(model, r) for r in runs))
+    return compiled < (1 - APART) * eager
+
+
 class _Run(NamedTuple):
     """Holds what the seconds of a part depend on, beside the part.
 
@@ -311,10 +331,15 @@ def _run(
 ) -> _Run:
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
     tokens = plan.tokens(model.length)
-    by_kernel = plan.quantize in BY_KERNEL and cluster.gpu.name != CPU
-    decoded = kernels.decoded_nf4 if by_kernel else kernels.decoded
+    decoded = _decoded(plan, plan.compile, cluster, kernels)
     whole, how = plan.micro_batch * model.length, (kernels, plan.compile, decoded, plan.linear == FP8)
     return _Run(tokens, whole, Divided.of(plan, busy), cluster.gpu, speed, narrow, *how)
+
+
+def _decoded(plan: ParallelPlan, compiled: bool, cluster: ClusterSpec, kernels: Kernels = KERNELS) -> float:
+    """Return the bytes that are moved for each packed weight: compiled blocks do not call the kernel of a card."""
+    by_kernel = plan.quantize in BY_KERNEL and cluster.gpu.name != CPU and not compiled
+    return kernels.decoded_nf4 if by_kernel else kernels.decoded
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
     reduce_scatter     auto, or what the links' formulas call faster than it           dp = 1
     sp_mixers          the same                                                        sp = 1, no recurrences
+    compiled blocks    off, or on where formulas call them faster                      a caller says
     in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
     off the device     inputs of recomputed blocks on the host                         short sequences
                        optimizer states on the host or a disk, at stage 3 weights, too what is not asked for
@@ -52,6 +53,7 @@ from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 from zero3d.tools.plan.footprint import tiles_loss
+from zero3d.tools.plan.kernels import faster_blocks
 from zero3d.tools.plan.margin import Margin, margin_for, usable
 from zero3d.tools.plan.sequence import masks_fit, sp_refused
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, Memory, ModelSpec, ParallelPlan
@@ -173,7 +175,7 @@ class Target(NamedTuple):
     margin     share of planned bytes that must be there beyond them; None: as kinds of runs have it
     rounds     what rounds more than was asked is tried, too, where nothing fits otherwise
     linear     fp8 where linear layers multiply in it (model.linear)
-    compile    blocks are compiled (train.compile)
+    compile    blocks are compiled (train.compile); None: in plans that are faster by it
     """
 
     sequences: int
@@ -185,7 +187,7 @@ class Target(NamedTuple):
     margin: float | None = None
     rounds: bool = True
     linear: str | None = None
-    compile: bool = False
+    compile: bool | None = False
 
     def margin_for(self, model: ModelSpec, plan: ParallelPlan) -> Margin:
         """Return the margin of a plan."""
@@ -416,7 +418,7 @@ def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, turn: _Turn,
                         optimizer=turn.optimizer,
                         quantize=turn.quantize,
                         linear=target.linear,
-                        compile=target.compile,
+                        compile=bool(target.compile),
                     )
                     for shard in _shards(whole, cluster):
                         plan = whole.replace(shard=shard)
@@ -598,7 +600,7 @@ class _Few:
         self.plans = [chosen, *(chosen.sized(*size) for size in group.sizes[1:])]
         self.priced: dict[int, Estimate] = {}
         self._model, self._cluster = model, cluster
-        self._price = price
+        self._price, self._compiles = price, target.compile is None
         self._room, self._share = target.room, target.margin_for(model, chosen).share
         if price.bounds is None:
             self.sure, self.fit = 0, next((at for at in range(len(self.plans)) if not self._fits(at)), len(self.plans))
@@ -609,7 +611,8 @@ class _Few:
         """Return the plans that fit. Of those that have the whole margin for sure, memory is computed if it is read."""
         bounds = self._price.bounds
         rows = []
-        for at, plan in enumerate(self.plans[: self.fit]):
+        for at in range(self.fit):
+            plan = self._compiled(at)
             if at < self.sure and at not in self.priced and bounds is not None:
                 rows.append(Row(plan, bounds.later(self._model, self._cluster, plan)))
             else:
@@ -658,8 +661,14 @@ class _Few:
 
     def _estimate(self, at: int) -> Estimate:
         if at not in self.priced:
-            self.priced[at] = self._price.evaluate(self._model, self._cluster, self.plans[at])
+            self.priced[at] = self._price.evaluate(self._model, self._cluster, self._compiled(at))
         return self.priced[at]
+
+    def _compiled(self, at: int) -> ParallelPlan:
+        """Return a plan with compiled blocks where they are faster, if that is to be found out. Memory is the same."""
+        if self._compiles:
+            self.plans[at] = faster_blocks(self._model, self.plans[at], self._cluster)
+        return self.plans[at]
 
     def _fits(self, at: int) -> bool:
         memory = self._estimate(at).memory

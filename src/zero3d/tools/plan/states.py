@@ -127,6 +127,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
         asynchronous_saves=False,
         replay=0,
         linear=None,
+        compile=False,
         quantize=None,
     )
 
