@@ -122,7 +122,7 @@ TORCH_FREE = (
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.copies", "checkpoint.files", "stores",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
     "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
-    "models.foreign_code", "models.places", "tools.cli.kept_specs", "tools.plan", "tools.page", "tools.doctor", "watchdog", "ways", "tools.advice.planner", "tools.cli.ckpt", "tools.cli.ckpt_text",
+    "models.foreign_code", "models.places", "tools.cli.kept_specs", "tools.cli.unbuilt_types", "tensor_parallel.shipped", "tools.plan", "tools.page", "tools.doctor", "watchdog", "ways", "tools.advice.planner", "tools.cli.ckpt", "tools.cli.ckpt_text",
     "tools.cli.report", "tools.cli.report_text", "tools.cli.report_page", "tools.cli.run_folder", "engine.report_view", "train.tables", "train.curve", "train.series", "spec.palette",
 )  # fmt: skip
 WITH_TORCH = {

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.tensor_parallel.channel import Channel
-from zero3d.tensor_parallel.plan import CUTS, Style
+from zero3d.tensor_parallel.plan import Style
+from zero3d.tensor_parallel.shipped import CUTS
 
 ALIBI = ("alibi", "position_bias")
 OF_HEADS = (*ALIBI, "attention_mask")

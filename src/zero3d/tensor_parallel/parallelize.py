@@ -18,10 +18,11 @@ from zero3d.models.quantised_experts import stacks_of
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import check_alibi
-from zero3d.tensor_parallel.plan import CUTS, Style, read_plan
+from zero3d.tensor_parallel.plan import Style, read_plan
 from zero3d.tensor_parallel.planned_regions import UncutModel, find_regions, warn_across_hosts
 from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
+from zero3d.tensor_parallel.shipped import CUTS, cuts_attention
 from zero3d.tensor_parallel.styles import StyleContext, apply_style, is_conv
 from zero3d.tensor_parallel.traffic import Region
 from zero3d.tensor_parallel.vocabulary import Head, has_causal_loss
@@ -94,8 +95,7 @@ def parallelize(
 
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
     """Refuse to cut a head in two, which shapes do not tell. Raises ConfigError."""
-    parts = ("attn", "attention", ".q_proj")  # Nemotron-H calls every mixer so
-    attention = any(style.kind in CUTS and any(part in name for part in parts) for name, style in styles.items())
+    attention = cuts_attention({name: style.kind for name, style in styles.items()})
     for key in HEADS if attention else ():
         for heads in layer_numbers(config, key):
             check_heads(key, heads, size)

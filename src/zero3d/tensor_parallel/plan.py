@@ -45,7 +45,7 @@ from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.models.plan_names import fits, in_other_chunk, is_of_tower, names_in, roots
 from zero3d.tensor_parallel.proposal import propose
-from zero3d.tensor_parallel.shipped import UNPLANNED, shipped_plan, unplanned
+from zero3d.tensor_parallel.shipped import CUTS, UNPLANNED, shipped_plan, unplanned
 
 NONE = "none"
 STYLES = (
@@ -74,7 +74,6 @@ OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_spl
 FUSED = ("packed_colwise", "packed_rowwise", "depthwise")
 COUNTED = (*FUSED, "own_heads", "own_groups")
 USUAL = {"packed_colwise": 2, "packed_rowwise": 2}  # blocks where a style names no number; of others one
-CUTS = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 REFUSED = {
     "embedding_colwise": "embeddings are cut along the vocabulary",
     "moe_identity_expert": "identity experts must count once, not once per rank",

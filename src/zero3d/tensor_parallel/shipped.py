@@ -22,14 +22,22 @@ begin at the model that has the type, inside whatever model that is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from zero3d.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import nn
+
 Plan = dict[str, str]
 PARTIAL = "replicated_with_grad_allreduce"
+CUTS = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")  # styles that leave a rank its part between matrices
+ATTENTION = ("attn", "attention", ".q_proj")  # in names; Nemotron-H calls every mixer so
+
+
+def cuts_attention(kinds: Mapping[str, str]) -> bool:
+    """Return whether a plan shares out the heads of attention. kinds: of styles, by names or patterns."""
+    return any(kind in CUTS and any(part in name for part in ATTENTION) for name, kind in kinds.items())
 
 
 def cut(where: str, colwise: str, rowwise: str, *divided: str) -> Plan:

@@ -14,7 +14,7 @@ report             a run's folder, read by run_folder: how it ended, settings, l
 generate           a text continued: generate_source, whose model; generate_text, prompts and tokens; generate_ranks
 launch             what starts a run on a cluster
 submission         what a job is refused for where it is submitted; slurm: a batch script
-preflight          what is refused before workers start
+preflight          what is refused before workers start; unbuilt_types, plans and sizes of types
 rank_environment   whether this process is a launcher's worker, and which
 workers            this machine's workers as their launcher sees them
 worker             a worker: its work, its exception, its exit

@@ -5,7 +5,7 @@ batch        train.batch = micro_batch x accumulate x dp; enough micro-batches f
 paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
 chats        the tokenizer has a template, where data begin with a chat
 type         transformers knows the model
-tp           mesh.tp divides the heads and the vocabulary that a config.json or a preset names
+tp           mesh.tp divides the heads and the vocabulary of a config.json or a preset (unbuilt_types.py)
 attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
 key          somebody is logged in to Weights & Biases, where log.to asks for it
@@ -41,10 +41,11 @@ from zero3d.models.places import (
 from zero3d.pipeline.schedules import Schedule
 from zero3d.spec.offload import AUTO
 from zero3d.stores.urls import is_url
+from zero3d.tensor_parallel.shipped import cuts_attention
+from zero3d.tools.cli.unbuilt_types import UnbuiltType
 from zero3d.train.setup.attention import check_kernel
 from zero3d.train.setup.packages import is_installed
 
-CUT_HEADS = '"layers.*.self_attn.q_proj": "colwise"'  # in a type's own plan of tensor parallelism
 VOCABULARY = "vocab_size"
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
 REMEDY = "type `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
@@ -122,22 +123,21 @@ def check_model_type(config: Config) -> None:
 
 
 def check_tp(config: Config) -> None:
-    """Refuse a mesh.tp that cuts a head in two, or a vocabulary unevenly, where a plan cuts attention. ConfigError.
+    """Refuse a mesh.tp that cuts a head in two, or a vocabulary unevenly, where a type's plan cuts attention.
 
-    The source of the type's configuration is searched, as above: embedding and head are cut, too, where its plan cuts
-    attention. Another plan is left to the ranks.
+    Embedding and head are cut, too, where attention is. What is not known of a type, a plan of one's own and own code
+    are left to the ranks. Raises ConfigError.
     """
-    package, text = find_spec("transformers"), text_config(config.model)
-    if config.mesh.tp is None or config.mesh.tp_plan is not None or package is None or package.origin is None:
+    tp = config.mesh.tp
+    if tp is None or config.mesh.tp_plan is not None or is_called(config.model):
         return
-    kind = str(text.get("model_type"))
-    source = Path(package.origin).parent / "models" / kind / f"configuration_{kind}.py"
-    if kind.isidentifier() and source.is_file() and CUT_HEADS in source.read_text(encoding="utf-8"):
+    known = UnbuiltType.of(text_config(config.model))
+    if cuts_attention({name: style.partition(":")[0] for name, style in known.plan.items()}):
         for key in HEADS:
-            if isinstance(heads := text.get(key), int):
-                check_heads(key, heads, config.mesh.tp)
-        if isinstance(rows := text.get(VOCABULARY), int):
-            check_rows(f"{VOCABULARY}={rows}", rows, config.mesh.tp)
+            if (heads := known.number(key)) is not None:
+                check_heads(key, heads, tp)
+        if (rows := known.number(VOCABULARY)) is not None:
+            check_rows(f"{VOCABULARY}={rows}", rows, tp)
 
 
 def check_attention(config: Config) -> None:

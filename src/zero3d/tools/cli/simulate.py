@@ -16,7 +16,7 @@ from zero3d.errors import ConfigError
 from zero3d.spec.text import binary, columns, count, size
 from zero3d.tools.cli.plan_options import patches_of, remembered_of
 from zero3d.tools.cli.planned_images import images_of
-from zero3d.tools.cli.preflight import check_transformers
+from zero3d.tools.cli.preflight import check_tp, check_transformers
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, say, time_left
 from zero3d.tools.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.tools.cli.worker import quiet_environment
@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     patches = patches_of(arguments)
     check_ranks(arguments.ranks)
     check_transformers(config.model)
+    check_tp(config)
     quiet_libraries()
     from zero3d.tools.page.simulation_page import simulation_page
     from zero3d.tools.sim.chrome import chrome_trace
