@@ -122,6 +122,13 @@ def test_activations_by_technique_are_korthikantis(capsys):
     assert alone["TP baseline"] == alone["TP+SP"] == 48 * 2048 * 4 * (34 * 6144 + 5 * 64 * 2048)
 
 
+@pytest.mark.parametrize(("heads", "tp"), [("30", 6), ("25", 5), ("64", 8), ("7", 7), ("11", 1), ("12", 6)])
+def test_heads_are_cut_over_as_many_ranks_of_a_node_as_divide_them(capsys, heads, tp):
+    words = [*GPT2, "--heads", heads]
+    assert json.loads(theory(capsys, *words, "--json"))["activations"]["tp"] == tp
+    assert f"a = {heads} heads on one of t = {tp} TP ranks" in theory(capsys, *words)
+
+
 def test_the_text_has_both_tables_of_activations(capsys):
     text = theory(capsys, *GPT2)
     assert theory(capsys).count("\n\n") + 2 == text.count("\n\n")
@@ -143,6 +150,7 @@ def test_the_text_has_both_tables_of_activations(capsys):
     (["--theory", "--layers", "48"], "--layers asks for activations, which need --hidden and --batch, too: zero3d plan"),
     (["--theory", "--heads", "25", "--hidden", "1600"], "which need --layers and --batch, too"),
     (["--theory", *GPT2, "--tp", "0"], "--tp '0' is not a number of ranks: type a whole number from 1"),
+    (["--theory", *GPT2, "--heads", "30", "--tp", "8"], "--tp 8 cannot cut --heads 30: 30 / 8 is not a whole number. Type a --tp that divides it, such as 6."),
     (["gpt2", "--layers", "48"], "--layers is for --theory, and a plan takes it from its MODEL"),
 ])  # fmt: skip
 def test_what_activations_need_is_said(capsys, words, said):

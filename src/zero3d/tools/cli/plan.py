@@ -82,7 +82,7 @@ SHAPE = {
     "hidden": "width of a layer",
     "batch": "sequences of a GPU at a time, of --seq tokens",
     "heads": "attention heads",
-    "tp": f"tensor-parallel ranks (default: {plan_theory.TP})",
+    "tp": f"tensor-parallel ranks (default: {plan_theory.TP}, or the most below that divide --heads)",
 }
 MOST = 4096  # tokens of a sequence, where nothing is said
 LARGER = 64  # times the cluster, up to which one that fits is looked for

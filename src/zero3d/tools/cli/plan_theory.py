@@ -33,7 +33,7 @@ TRAVELS = ("gradients", "parameters", "parameters", "parameters, forward and bac
 
 
 UNITS = {"--gpus": "GPUs", "--hidden": "features", "--batch": "sequences", "--tp": "ranks", "--seq": "tokens"}
-TP, SEQ = "8", "1024"  # where nothing is said: ranks of a node, and the length in ZeRO's examples
+TP, SEQ = 8, "1024"  # where nothing is said: ranks of a node, and the length in ZeRO's examples
 KEPT = {  # of a layer, by how it is trained: in units of s b h bytes
     "TP baseline": "(10 + 24/t + 5 a s/(h t))",
     "TP+SP": "(34 + 5 a s/h) / t",
@@ -66,8 +66,9 @@ class Shape(NamedTuple):
                 f"{said[0]} asks for activations, which need {' and '.join(missing)}, too: "
                 "zero3d plan --theory --layers 48 --hidden 1600 --batch 32 --seq 1024 --heads 25"
             )
-        texts = {"tp": TP, "seq": SEQ} | {name: text for name, text in given.items() if text is not None}
-        return cls(**{name: parse_gpus(texts[name], f"--{name}") for name in cls._fields if name in texts})
+        texts = {"seq": SEQ} | {name: text for name, text in given.items() if text is not None}
+        numbers = {name: parse_gpus(texts[name], f"--{name}") for name in cls._fields if name in texts}
+        return cls(**{**numbers, "tp": _ranks(numbers.get("heads"), numbers.get("tp"))})
 
     @property
     def params(self) -> int:
@@ -80,6 +81,17 @@ class Shape(NamedTuple):
             return None
         shape = self.seq, self.batch, self.hidden, self.heads or 1, self.tp
         return self.layers * layer_activations(technique, *shape)
+
+
+def _ranks(heads: int | None, asked: int | None) -> int:
+    """Return over how many TP ranks a layer is cut: as asked, else as many of a node as heads allow. ConfigError."""
+    most = max(ranks for ranks in range(1, TP + 1) if (heads or TP) % ranks == 0)
+    if asked is not None and heads is not None and heads % asked:
+        raise ConfigError(
+            f"--tp {asked} cannot cut --heads {heads}: {heads} / {asked} is not a whole number. Type a --tp that "
+            f"divides it, such as {most}."
+        )
+    return asked or most
 
 
 def show(given: Mapping[str, str | None], as_object: bool) -> None:
