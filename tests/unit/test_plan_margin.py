@@ -10,9 +10,10 @@ from zero3d.spec.text import binary
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan_explain import Explained, _first_that_fits, _verdict
 from zero3d.tools.cli.plan_options import margin_of
+from zero3d.tools.page.plan_text import would_end
 from zero3d.tools.plan.estimate import evaluate
 from zero3d.tools.plan.hardware import cluster
-from zero3d.tools.plan.margin import MARGIN, Margin, Range, ends, margin_for, usable
+from zero3d.tools.plan.margin import MARGIN, Ends, Margin, Range, ends, margin_for, usable
 from zero3d.tools.plan.search import Row, Target
 from zero3d.tools.plan.shapes import gpt
 from zero3d.tools.plan.spec import ParallelPlan
@@ -113,6 +114,22 @@ def test_no_end_is_told_where_none_is_near_nor_a_length_where_scores_are_kept():
     assert found.micro_batch > 1
 
 
+@pytest.mark.parametrize(("plan", "fits", "said"), [
+    ({"micro_batch": 4, "accumulate": 2}, 4, "a micro-batch of 8 would not fit"),
+    ({"micro_batch": 4, "accumulate": 2}, 5, "a micro-batch of 8 would not fit"),  # 5, 6 and 7 do not divide 8
+    ({"micro_batch": 4, "accumulate": 6}, 4, "a micro-batch of 6 would not fit"),
+    ({"micro_batch": 4, "accumulate": 1}, 4, ""),  # all of a rank's sequences
+    ({"micro_batch": 4, "accumulate": 2}, 11, ""),
+    ({"micro_batch": 2, "accumulate": 4, "pp": 2}, 2, "a micro-batch of 4 would not fit"),
+    ({"micro_batch": 4, "accumulate": 2, "pp": 2}, 4, ""),  # 1f1b needs a micro-batch for each stage
+])  # fmt: skip
+def test_the_next_micro_batch_is_one_that_a_step_can_have(plan, fits, said):
+    found = would_end(Ends(None, fits), ParallelPlan(**plan))
+    assert found == (f": {said}" if said else "")
+    both = would_end(Ends(512, fits), ParallelPlan(**plan))
+    assert both == ": a sequence of more than 512 tokens " + (f"or {said}" if said else "would not fit")
+
+
 def test_the_headline_names_range_and_ends_and_a_wider_margin_leaves_fewer_plans(capsys):
     def told(*words):
         assert main([*WORDS, *words]) == 0
@@ -120,8 +137,8 @@ def test_the_headline_names_range_and_ends_and_a_wider_margin_leaves_fewer_plans
 
     text, found = told(), json.loads(told("--json"))
     assert re.search(
-        r"needs [\d.]+ GiB \([\d.]+-[\d.]+\) of 24 GiB, [\d.]+ GiB left: a sequence of more than [\d,]+ tokens or a "
-        r"micro-batch of \d+ would not fit",
+        r"needs [\d.]+ GiB \([\d.]+-[\d.]+\) of 24 GiB, [\d.]+ GiB left: a sequence of more than [\d,]+ tokens"
+        r"( or a micro-batch of \d+)? would not fit",
         " ".join(text.split()),
     )
     assert f"margin {100 * MARGIN:g} %: 9 of 10 published measurements" in text

@@ -285,5 +285,5 @@ def _verdict(explained: Explained) -> str:
         return f"Does not fit {room}: {planned} GiB, {binary(over)} too much, and {binary(-left)} with {margin}."
     if left < 0:
         return f"{plan_text.LACKING} Fits {room}, and lacks {binary(-left)} of {margin}: {planned} GiB."
-    end = plan_text.would_end(explained.ends)
+    end = plan_text.would_end(explained.ends, explained.row.plan)
     return f"Fits {room} with {margin}: {planned} GiB, {binary(left)} left{end}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from textwrap import wrap
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 from zero3d.data.files import FILL_ME
 from zero3d.distributed.degrees import AXES, FOLDS
+from zero3d.errors import ConfigError
+from zero3d.pipeline.schedules import Schedule
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
@@ -141,7 +144,11 @@ def headline(answer: Answer) -> Iterator[str]:
     yield f"Recommended: {short(row.plan)}"
     yield f"   {why_this(answer.choice, answer.target.goal)}"
     left = answer.room - memory.high
-    rest = f"{binary(left)} left{would_end(answer.ends)}" if left >= 0 else f"{binary(-left)} of the margin lacking"
+    rest = (
+        f"{binary(left)} left{would_end(answer.ends, row.plan)}"
+        if left >= 0
+        else f"{binary(-left)} of the margin lacking"
+    )
     yield f"   needs {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, {rest}"
     if answer.margin.kind in TUNED:
         yield f"   that is what the card reserves: {binary(row.estimate.memory.allocated)} of it are live tensors"
@@ -189,13 +196,26 @@ def without_bf16(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[str]:
         yield f"{card}: planned in fp16, whose loss is scaled (precision: fp16)"
 
 
-def would_end(ends: Ends | None) -> str:
-    """Say what would no longer fit."""
-    if ends is None or ends == Ends(None, None):
+def would_end(ends: Ends | None, plan: ParallelPlan) -> str:
+    """Say what would no longer fit, of what the same step can have."""
+    if ends is None:
         return ""
     longer = [] if ends.length is None else [f"a sequence of more than {ends.length:,} tokens"]
-    more = [] if ends.micro_batch is None else [f"a micro-batch of {ends.micro_batch + 1:,}"]
-    return f": {' or '.join([*longer, *more])} would not fit"
+    larger = None if ends.micro_batch is None else larger_micro_batch(plan, ends.micro_batch)
+    more = [] if larger is None else [f"a micro-batch of {larger:,}"]
+    return f": {' or '.join([*longer, *more])} would not fit" if longer or more else ""
+
+
+def larger_micro_batch(plan: ParallelPlan, than: int) -> int | None:
+    """Return the next micro-batch that divides a rank's sequences and that the schedule takes; None: there is none."""
+    sequences, schedule = plan.micro_batch * plan.accumulate, Schedule.of(plan.schedule)
+    for micro in range(than + 1, sequences + 1):
+        if sequences % micro == 0:
+            with suppress(ConfigError):
+                if plan.pp > 1:
+                    schedule.check(sequences // micro, plan.pp)
+                return micro
+    return None
 
 
 def gib(nbytes: float) -> str:
