@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers.utils import logging
 
 import zero3d
 from zero3d.config import Lora
@@ -37,6 +38,13 @@ def test_what_is_read_is_what_a_trace_finds(tmp_path, monkeypatch):
     again = kept_specs.open_spec("demo-moe", 16, **settings)
     assert first == again
     assert len({id(part.operations) for part in again.blocks}) == len({part.operations for part in again.blocks})
+
+
+def test_a_trace_prints_none_of_transformers_warnings(traced, monkeypatch):
+    logging.set_verbosity_warning()
+    kept_specs.open_spec("demo", 32)
+    assert len(traced) == 1
+    assert logging.get_verbosity() == logging.ERROR
 
 
 def test_other_lengths_settings_and_configs_are_traced_anew(traced, tmp_path):

@@ -21,10 +21,11 @@ from zero3d.spec import palette
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.report_page import report_page
 from zero3d.tools.cli.run_folder import read_run
+from zero3d.tools.cli.simulate import Room, as_text
 from zero3d.tools.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
 from zero3d.tools.page.paint import attributes
 from zero3d.tools.page.plan_page import front, plan_page
-from zero3d.tools.page.plan_text import Answer, around, headline
+from zero3d.tools.page.plan_text import WIDTH, Answer, around, headline
 from zero3d.tools.page.simulation_page import simulation_page
 from zero3d.tools.page.svg import NAMESPACE, Scale
 from zero3d.tools.plan.hardware import cluster
@@ -188,6 +189,19 @@ class Balanced(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+
+def test_a_simulation_on_a_terminal_has_lines_no_wider_than_a_plans():
+    found = simulation(name="models/" + "llama" * 10)
+    sizes = dict.fromkeys(CATEGORIES, 123_456_789_012)
+    states = tuple(StateEntry(name, 10, 10) for name in ("parameters", "gradients", "optimizer", "padding"))
+    wide = [replace(rank, states=states, peak=replace(rank.peak, categories=sizes)) for rank in found.ranks]
+    room = Room("rtx-4090", 24.0 * 2**30, 15 << 30, 7e8, 6e8, 2.3e8)
+    lines = list(as_text(replace(found, ranks=wide), room))
+    assert max(map(len, lines)) <= WIDTH < len(str(room))
+    text = " ".join(" ".join(lines).split())
+    assert str(room) in text
+    assert ", ".join(f"{name} 123.5 GB" for name in sorted(CATEGORIES, reverse=True)) in text
 
 
 @pytest.mark.parametrize("name", MAKERS)

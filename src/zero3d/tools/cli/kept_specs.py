@@ -47,8 +47,10 @@ def open_spec(path: str, length: int | None, **settings: Any) -> ModelSpec:
     spec = None if file is None else _read(file)
     if spec is None:
         say(f"tracing a step of {short(path)}, kept for the next time")
+        from zero3d.tools.cli.train import quiet_libraries
         from zero3d.tools.sim.model_spec import open_spec as traced
 
+        quiet_libraries()  # transformers warns of what a config leaves open, and no model is trained here
         spec = traced(path, length, **settings)
         if file is not None:
             with suppress(OSError):

@@ -21,6 +21,7 @@ from zero3d.tools.cli.progress import STOPPED, ProgressLine, say, time_left
 from zero3d.tools.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.tools.cli.worker import quiet_environment
 from zero3d.tools.cli.workers import ranks_here
+from zero3d.tools.page import plan_text
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.hardware import base_of, cluster, read_file
 from zero3d.tools.plan.memory import COMMUNICATOR, CONTEXT, RESERVED, communicators
@@ -177,7 +178,12 @@ def write(option: str, file: str, text: str) -> None:
 
 
 def as_text(simulation: Simulation, room: Room | None = None) -> Iterator[str]:
-    """Yield tables: ranks, states, the peaks, traffic, FLOPs, the pipeline. room: of the card."""
+    """Yield tables, in lines as wide as those of a plan. room: of the card."""
+    return plan_text.folded(_lines(simulation, room))
+
+
+def _lines(simulation: Simulation, room: Room | None) -> Iterator[str]:
+    """Yield tables: ranks, states, the peaks, traffic, FLOPs, the pipeline."""
     from zero3d.tools.sim.gantt import gantt
 
     yield (
