@@ -94,7 +94,7 @@ def answer(rows=40, name=MODEL.name):
     )
     rejected = [Rejection("the GPU's memory", 1234, plans[0], 22.7e6), Rejection("<more> stages than blocks", 1)]
     best, target = result[0], Target(512, 81.6e9, margin=0.0)
-    rungs = ladder(model, PLACE, target.sequences, target.room, price)
+    rungs = ladder(model, PLACE, target, price)
     knobs = what_if(best, model, PLACE, price)
     return Answer(model, PLACE, target, SearchResult(result, rejected, rows + 1235), rungs, knobs, 1e12, 2.0)
 

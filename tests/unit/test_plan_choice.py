@@ -56,7 +56,7 @@ def row(seconds, lacks=0.0, **plan):
 def answer(target=ASKED, model=MODEL, place=PLACE):
     result = search(model, place, target, evaluate)
     best = choose(result.rows).row
-    rungs = ladder(model, place, target.sequences, ROOM, evaluate)
+    rungs = ladder(model, place, target, evaluate)
     return Answer(model, place, target, result, rungs, what_if(best, model, place, evaluate))
 
 
@@ -166,6 +166,23 @@ def test_a_stage_over_one_rank_is_named_for_what_it_lets_leave_the_device():
     names = [name for name, _ in plan_text.rungs(alone)]
     assert sorted(names) == ["2 (to offload)", "3 (to offload)", "any stage"]
     assert "the rule of thumb" not in as_text(alone, 1)
+
+
+def test_rungs_have_the_margin_of_their_own_kind_of_run_and_name_their_micro_batch():
+    here = {rung.name: rung for rung in answer().ladder}
+    assert [here[name].margin.kind for name in ("1", "2", "3")] == ["full"] * 3
+    assert [here[f"{name} + offload"].margin.kind for name in (2, 3)] == ["offload"] * 2
+    away = here["3 + offload"]
+    need, narrow, wide = away.estimate.memory.device, here["3"].margin.share, away.margin.share
+    assert narrow < wide
+    for room, fits in ((need * (1 + wide), True), (need * (1 + narrow), False), (0.9 * need, False)):
+        found = next(r for r in ladder(MODEL, PLACE, Target(64, room), evaluate) if r.name == away.name)
+        assert (found.fits, found.lacks) == (fits, pytest.approx(need * (1 + wide) - room))
+        said = plan_text.rung_verdict(found, room, PLACE)
+        assert said.startswith("does not fit" if room < need else "~ lacks " * (not fits))
+    text = as_text(answer(), 1)
+    assert "with N = 4 data-parallel ranks, full recomputation and a micro-batch of 1:" in " ".join(text.split())
+    assert plan_text.around(need, wide) in text
 
 
 def test_single_changes_that_are_faster_and_fit_are_told_with_their_seconds():

@@ -419,7 +419,7 @@ def test_what_if_tries_of_a_key_what_its_declaration_says_and_the_way_back_where
 @pytest.mark.parametrize(("dp", "holds"), [(2, False), (4, False), (8, True), (64, True)])
 def test_the_ladder_is_in_the_order_of_bytes_and_says_where_the_rule_of_thumb_fails(dp, holds):
     place = cluster("a100-80", dp, 1)
-    rungs = ladder(MODEL, place, 2 * dp, 80e9, price)
+    rungs = ladder(MODEL, place, Target(2 * dp, 80e9, margin=0.0), price)
     held = [rung.estimate.memory.states for rung in rungs]
     assert held == sorted(held, reverse=True)
     assert (differs(rungs) is None) == holds

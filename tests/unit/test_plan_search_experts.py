@@ -50,7 +50,7 @@ def test_the_best_of_each_way_is_the_first_of_its_kind(found):
 
 def test_terminal_page_and_json_compare_the_ways(spec, found):
     result, place = found
-    rungs = ladder(spec, place, 16, 80e9, evaluate)
+    rungs = ladder(spec, place, Target(16, 80e9, margin=0.0), evaluate)
     answer = Answer(spec, place, Target(16, 80e9, margin=0.0), result, rungs, [])
     row = dict(ways(result.rows))["over ep"]
     title = "Where the 16 experts of a layer are, the fastest plan of each way"

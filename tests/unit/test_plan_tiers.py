@@ -372,7 +372,7 @@ def test_what_if_moves_states_one_place_further():
 def answer():
     place, result = found(host_memory=15e9)
     best = result.rows[0]
-    rungs = ladder(LARGE, place, 32, 8e9, evaluate)
+    rungs = ladder(LARGE, place, Target(32, 8e9, margin=0.0), evaluate)
     return plan_text.Answer(
         LARGE, place, Target(32, 8e9, margin=0.0, rounds=False), result, rungs, what_if(best, LARGE, place, evaluate)
     )
@@ -398,7 +398,7 @@ def test_the_text_and_the_page_show_every_place(answer):
 
 
 def test_the_ladder_s_rule_holds_from_built_things(answer):
-    rungs = ladder(of_params(7.5e9, 1024), cluster("a100-80", 64), 64, 80e9, evaluate)
+    rungs = ladder(of_params(7.5e9, 1024), cluster("a100-80", 64), Target(64, 80e9, margin=0.0), evaluate)
     assert [rung.name for rung in rungs] == list(RULE)
     two, two_offloaded = rungs[1].estimate.memory, rungs[2].estimate.memory
     assert two.states - two_offloaded.states == pytest.approx(two_offloaded.away["host"]["optimizer"])

@@ -180,7 +180,7 @@ def test_a_card_without_bf16_is_planned_in_fp16():
         here = cluster(name, 2)
         rows = search(model, here, Target(8, here.gpu.memory), evaluate).rows
         assert {row.plan.precision for row in rows} == {precision}
-        assert {rung.plan.precision for rung in ladder(model, here, 8, 1e12, evaluate)} == {precision}
+        assert {rung.plan.precision for rung in ladder(model, here, Target(8, 1e12), evaluate)} == {precision}
     (said,) = without_bf16(ParallelPlan(precision="fp16"), cluster("t4", 1))
     assert said == "t4 does not multiply in bf16: planned in fp16, whose loss is scaled (precision: fp16)"
     (said,) = without_bf16(ParallelPlan(), cluster("t4", 1))

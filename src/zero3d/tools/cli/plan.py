@@ -225,7 +225,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     model = result.models[best.plan.quantize]
     used = resized(cluster, best.plan.world)
     limit = target.usable(model, best.plan)
-    rungs = ladder(model, used, target.sequences, limit, priced, target.optimizer)
+    rungs = ladder(model, used, target, priced)
     knobs = what_if(best, model, used, priced)
     links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
     end = None if best.lacks else ends(model, used, best.plan, limit, priced)

@@ -9,6 +9,7 @@ from zero3d.tools.page.plan_text import Answer, distinct, mfu, power_from
 from zero3d.tools.plan.bill import Bill
 from zero3d.tools.plan.goodput import goodput
 from zero3d.tools.plan.judged import not_judged
+from zero3d.tools.plan.ladder import Rung
 from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.links import Way
 from zero3d.tools.plan.margin import Ends, Margin, Range
@@ -42,11 +43,16 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "what_if": knobs_json(answer.knobs),
         "experts": ways_json(ways(answer.result.rows)) if answer.model.experts else None,
         "long_sequences": ways_json(sequence_ways(answer.result.rows)) if answer.model.length >= LONG else None,
-        "ladder": [{"rung": r.name, "fits": r.fits, **estimate_json(r.estimate)} for r in answer.ladder],
+        "ladder": [_rung_json(rung) for rung in answer.ladder],
         "gpu_hours_per_billion_tokens": Bill.of(answer.best.estimate, answer.cluster, 1e9, None).hours,
         "cost": cost_json(answer.best.estimate, answer.cluster, answer.tokens, answer.price),
         "checkpoint": good._asdict(),
     } | ({"links": [_way_json(way) for way in answer.links]} if answer.links else {})
+
+
+def _rung_json(rung: Rung) -> dict[str, Any]:
+    said = {"rung": rung.name, "micro_batch": rung.plan.micro_batch, "fits": rung.fits, "margin": rung.margin.share}
+    return said | {"lacks_bytes": rung.lacks, **estimate_json(rung.estimate)}
 
 
 def plan_json(

@@ -37,6 +37,7 @@ from zero3d.tools.page.plan_text import (
     mfu,
     missed,
     places_lines,
+    rung_verdict,
     settings,
     short,
     shown,
@@ -254,10 +255,10 @@ def _ladder(answer: Answer) -> Markup:
         (
             rung.name,
             gib(rung.estimate.memory.states),
-            gib(rung.estimate.memory.device),
+            around(rung.estimate.memory.device, rung.margin.share),
             f"{rung.estimate.memory.host / GB:,.0f}",
             _digits(rung.estimate.seconds.mid),
-            "yes" if rung.fits else tag("span", "no", class_="bad"),
+            "yes" if rung.fits else tag("span", rung_verdict(rung, answer.room, answer.cluster), class_="bad"),
         )
         for rung in answer.ladder
     ]

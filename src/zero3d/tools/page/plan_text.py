@@ -503,8 +503,20 @@ def _misfit(memory: Memory, limit: float, cluster: ClusterSpec) -> str:
 
 def ladder_title(answer: Answer) -> str:
     """Return what heads the ladder."""
-    n = answer.ladder[0].plan.dp
-    return f"The ladder of ZeRO stages and offload, with N = {n} data-parallel ranks and full recomputation"
+    plan = answer.ladder[0].plan
+    return (
+        f"The ladder of ZeRO stages and offload, with N = {plan.dp} data-parallel ranks, full recomputation and a "
+        f"micro-batch of {plan.micro_batch}"
+    )
+
+
+def rung_verdict(rung: Rung, room: float, cluster: ClusterSpec) -> str:
+    """Say what a rung has no room for; "" where it fits with its margin."""
+    if rung.fits:
+        return ""
+    if rung.estimate.memory.device <= room and not rung.estimate.memory.lacks(cluster):
+        return f"{LACKING} lacks {binary(rung.lacks)} of the margin"
+    return "does not fit"
 
 
 def rungs(answer: Answer) -> Iterator[tuple[str, Rung]]:
@@ -528,10 +540,10 @@ def _ladder(answer: Answer) -> Iterator[str]:
             (
                 name,
                 gib(memory.states),
-                gib(memory.device),
+                around(memory.device, rung.margin.share),
                 f"{memory.host / 1e9:.0f}",
                 figure(rung.estimate.seconds.mid),
-                "" if rung.fits else "does not fit",
+                rung_verdict(rung, answer.room, answer.cluster),
             )
         )
     yield from columns(rows, "<>>>><")

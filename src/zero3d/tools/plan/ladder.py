@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zero3d.spec.offload import AUTO
-from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import OPTIMIZER, tiers_of
-from zero3d.tools.plan.search import LONG, shares
+from zero3d.tools.plan.margin import Margin, Range
+from zero3d.tools.plan.search import LONG, Target, shares
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, ModelSpec, ParallelPlan
 from zero3d.tools.plan.time import faster_reduction
 
@@ -32,17 +33,22 @@ RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, AWAY), "3": (3, 
 
 
 class Rung(NamedTuple):
-    """One way to hold the states. fits: with the activations of this plan."""
+    """One way to hold the states.
+
+    margin  of its own kind of run: with states off the device it is another one
+    lacks   bytes of the margin for which a GPU has no room; all of it and more where the plan itself does not fit
+    fits    with the activations of this plan and the margin, on a GPU and on a node's tiers
+    """
 
     name: str
     plan: ParallelPlan
     estimate: Estimate
+    margin: Margin
+    lacks: float
     fits: bool
 
 
-def ladder(
-    model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate, optimizer: str = ADAMW
-) -> list[Rung]:
+def ladder(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate) -> list[Rung]:
     """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest.
 
     Moments of 8 bits stay on the device: they have no rung off it. Long sequences are on as many ranks as share them.
@@ -51,20 +57,20 @@ def ladder(
     plan = ParallelPlan(
         dp=cluster.gpus,
         sp=sp,
-        accumulate=max(1, sequences * sp // cluster.gpus),
+        accumulate=max(1, target.sequences * sp // cluster.gpus),
         precision=cluster.gpu.precision,
         activations="full",
         tiled_loss=model.length >= LONG or AUTO,
-        optimizer=optimizer,
+        optimizer=target.optimizer,
     )
     rungs = []
     for name, (stage, offload) in RUNGS.items():
-        if offload != "none" and OPTIMIZERS[optimizer].coded:
+        if offload != "none" and OPTIMIZERS[target.optimizer].coded:
             continue
         rung_plan = faster_reduction(model, plan.replace(stage=stage, offload=offload), cluster)
-        estimate = evaluate(model, cluster, rung_plan)
-        fits = estimate.memory.device <= limit and not estimate.memory.lacks(cluster)
-        rungs.append(Rung(name, rung_plan, estimate, fits))
+        estimate, margin = evaluate(model, cluster, rung_plan), target.margin_for(model, rung_plan)
+        lacks = max(0.0, Range.of(estimate.memory.device, margin.share).high - target.room)
+        rungs.append(Rung(name, rung_plan, estimate, margin, lacks, not lacks and not estimate.memory.lacks(cluster)))
     return sorted(rungs, key=lambda rung: -rung.estimate.memory.states)
 
 
