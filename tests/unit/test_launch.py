@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from zero3d.config import Mesh
+from zero3d.config.sections import Plan
 from zero3d.memory.segments import segments_note
-from zero3d.tools.cli.launch import sizes
+from zero3d.tools.cli.launch import planned_sizes, sizes
 from zero3d.tools.cli.main import main, parse
 from zero3d.tools.cli.rank_environment import join_environment
 from zero3d.tools.cli.slurm import seconds_of
@@ -228,6 +229,37 @@ def test_json_holds_the_same_text(folder, capsys):
 ])  # fmt: skip
 def test_a_mesh_that_says_its_dp_says_how_many_processes_there_are(mesh, asked, started):
     assert sizes(Mesh(**mesh), *asked) == started
+
+
+@pytest.mark.parametrize(("planned", "mesh", "asked", "started"), [
+    ({"gpus": 16, "gpu": "h100"}, {}, (None, None), (2, 8)),
+    ({"gpus": 16, "gpu": "h100", "nodes": 4}, {}, (None, None), (4, 4)),
+    ({"gpus": 16, "gpu": "gb200"}, {"dp": 16}, (None, None), (4, 4)),  # machines of a rack
+    ({"gpus": 2, "gpu": "a6000"}, {}, (None, None), (1, 2)),
+    ({"gpus": 16}, {}, (None, None), (2, 8)),
+    ({"gpus": 16, "nodes": 4}, {}, (None, None), (4, 4)),
+    ({"gpus": 16, "gpu": "nobodys"}, {}, (None, None), (2, 8)),
+    ({"gpus": 16, "gpu": "h100"}, {}, (4, None), (4, 4)),
+    ({"gpus": 16, "gpu": "h100"}, {}, (None, 4), (4, 4)),
+    ({"gpus": 16, "gpu": "h100"}, {}, (4, 2), None),  # as asked
+    ({"gpus": 16, "gpu": "h100"}, {}, (3, None), None),
+    ({"gpus": 16, "gpu": "h100"}, {"dp": 4}, (None, None), None),  # the mesh is of another number
+    ({"gpu": "h100"}, {}, (None, None), None),
+])  # fmt: skip
+def test_a_file_that_was_planned_says_how_many_processes_there_are(planned, mesh, asked, started):
+    assert planned_sizes(Mesh(**mesh), *asked, Plan(**planned)) == started
+
+
+def test_a_planned_file_is_launched_as_planned_and_says_so(folder, capsys):
+    (folder / "run.yaml").write_text("output: runs/a\nplan: {gpus: 4, gpu: a6000}\n")
+    text = launch(capsys, "torchrun", "run.yaml")
+    said = "# 1 x 4 GPUs, as the section plan of the file says: --nodes and --gpus-per-node say others\n"
+    assert text.count(said) == 1
+    assert "--nproc-per-node=4" in text
+    for words in (["mesh.tp=1"], ["--gpus-per-node", "8", "--nodes", "1"]):  # another mesh than the planned
+        text = launch(capsys, "torchrun", "run.yaml", *words)
+        assert "--nproc-per-node=8" in text
+        assert said not in text
 
 
 @pytest.mark.parametrize(

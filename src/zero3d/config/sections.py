@@ -540,8 +540,8 @@ class Plan:
     )
     gpus: int | None = key(
         None,
-        "GPUs that the run is planned for: zero3d plan, explain and simulate take this, gpu and nodes where no option "
-        "says others; a run goes by the ranks that it is started on",
+        "GPUs that the run is planned for: zero3d plan, explain, simulate and launch take this, gpu and nodes where no "
+        "option says others; a run goes by the ranks that it is started on",
         bits=None,
         least=1,
     )

@@ -15,6 +15,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,13 +23,16 @@ from pathlib import Path
 import yaml
 
 from zero3d.config import Config, degrees_of, given_keys, split_words
+from zero3d.config.sections import Plan
 from zero3d.distributed.degrees import least_ranks
 from zero3d.errors import ConfigError, MeshError, short
 from zero3d.spec.mesh import Mesh
 from zero3d.tools.cli import slurm as batch
+from zero3d.tools.cli.plan_options import remembered_of
 from zero3d.tools.cli.preflight import check_world
 from zero3d.tools.cli.slurm import Resources
 from zero3d.tools.cli.submission import check_submission
+from zero3d.tools.plan.hardware import cluster
 from zero3d.train.setup.left_out import load_filled
 
 SLURM = "slurm"
@@ -70,11 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="the YAML file that `zero3d train` takes, overrides"
     )
-    parser.add_argument("--nodes", type=int, help="machines (default: as many as a mesh with a dp fills, else 1)")
+    parser.add_argument(
+        "--nodes", type=int, help="machines (default: as planned, as many as a mesh with a dp fills, else 1)"
+    )
     parser.add_argument(
         "--gpus-per-node",
         type=int,
-        help=f"processes on each (default: {GPUS}, or the most below that fill whole nodes)",
+        help=f"processes on each (default: as planned, {GPUS}, or the most below that fill whole nodes)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text in it")
     batch.add_arguments(parser)
@@ -90,10 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
     if target != SLURM and (others := resources.given()):
         raise ConfigError(f"{others[0]} is of a batch script: type zero3d launch {SLURM}, or leave it out.")
     filled = load_filled(config, overrides)
-    job = Job(config, tuple(overrides), *sizes(filled.config.mesh, arguments.nodes, arguments.gpus_per_node))
+    asked = filled.config.mesh, arguments.nodes, arguments.gpus_per_node
+    planned = planned_sizes(*asked, remembered_of(filled.config.plan, overrides))
+    job = Job(config, tuple(overrides), *(planned or sizes(*asked)))
     check(job, filled.config)
     unchecked = check_submission(filled.config, given_keys(config, overrides))
-    job = replace(job, comments=(*filled.lines, *(f"not checked: {what}" for what in unchecked)), resources=resources)
+    comments = [*filled.lines, *([] if planned is None else [told(*planned)])]
+    comments += [f"not checked: {what}" for what in unchecked]
+    job = replace(job, comments=tuple(comments), resources=resources)
     text = TARGETS[target](job)
     if arguments.json:
         text = json.dumps({"target": target, "nodes": job.nodes, "gpus_per_node": job.gpus, "text": text}) + "\n"
@@ -110,15 +120,42 @@ def check_target(name: str) -> str:
     return name
 
 
-def sizes(mesh: Mesh, nodes: int | None, gpus: int | None) -> tuple[int, int]:
-    """Return nodes and GPUs of each, as asked, or such that they hold a mesh that says its dp, as a plan's does."""
-    if mesh.dp is None:
+def sizes(mesh: Mesh, nodes: int | None, gpus: int | None, planned: int | None = None) -> tuple[int, int]:
+    """Return nodes and GPUs of each, as asked, or such that they hold all ranks of a mesh that says its dp.
+
+    planned  ranks of another mesh, where a file says for how many it is
+    """
+    world = planned if mesh.dp is None else least_ranks(degrees_of(mesh))
+    if world is None:
         return 1 if nodes is None else nodes, GPUS if gpus is None else gpus
-    world = least_ranks(degrees_of(mesh))
     if gpus is None:
         most = min(GPUS, world // max(1, nodes or 1))
         gpus = max((count for count in range(1, most + 1) if world % count == 0), default=1)
     return max(1, world // max(1, gpus)) if nodes is None else nodes, gpus
+
+
+def planned_sizes(mesh: Mesh, nodes: int | None, gpus: int | None, planned: Plan) -> tuple[int, int] | None:
+    """Return nodes and GPUs of each that a file was planned for; None where it does not say, or mesh or options do.
+
+    A node is a machine: as many as the file says, else as its cards come.
+    """
+    if planned.gpus is None or (nodes is not None and gpus is not None):
+        return None
+    if mesh.dp is not None and least_ranks(degrees_of(mesh)) != planned.gpus:
+        return None
+    if nodes is None and gpus is None:
+        if planned.gpu is not None:
+            with suppress(ConfigError):  # of GPUs that fill no such nodes
+                cards = cluster(planned.gpu, planned.gpus, planned.nodes)
+                return cards.hosts, cards.on_host
+        nodes = planned.nodes
+    found = sizes(mesh, nodes, gpus, planned.gpus)
+    return found if found[0] * found[1] == planned.gpus else None
+
+
+def told(nodes: int, gpus: int) -> str:
+    """Say who decides nodes and GPUs, where no option does."""
+    return f"{nodes} x {gpus} GPUs, as the section plan of the file says: --nodes and --gpus-per-node say others"
 
 
 def check(job: Job, config: Config) -> None:
