@@ -185,6 +185,17 @@ def test_rungs_have_the_margin_of_their_own_kind_of_run_and_name_their_micro_bat
     assert plan_text.around(need, wide) in text
 
 
+@pytest.mark.parametrize(("compiled", "said"), [(False, False), (True, True), (None, True)])
+def test_rungs_are_compiled_as_plans_are(compiled, said):
+    counts = {"launches": (10.0, 20.0), "passed": (2e6, 2e6)}
+    parts = tuple(replace(part, operations=replace(part.operations, **counts)) for part in MODEL.parts)
+    counted, place = replace(MODEL, name="counted", parts=parts), cluster("h100", 4)
+    rungs = ladder(counted, place, ASKED._replace(compile=compiled), evaluate)
+    assert {rung.plan.compile for rung in rungs} == {said}
+    title = plan_text.ladder_title(answer()._replace(ladder=rungs))
+    assert title.endswith("of 1, compiled") == said
+
+
 def test_single_changes_that_are_faster_and_fit_are_told_with_their_seconds():
     plan = ParallelPlan(dp=4, stage=3, micro_batch=1, accumulate=16, activations="full")
     slow = Row(plan, evaluate(MODEL, PLACE, plan))

@@ -506,7 +506,7 @@ def ladder_title(answer: Answer) -> str:
     plan = answer.ladder[0].plan
     return (
         f"The ladder of ZeRO stages and offload, with N = {plan.dp} data-parallel ranks, full recomputation and a "
-        f"micro-batch of {plan.micro_batch}"
+        f"micro-batch of {plan.micro_batch}{', compiled' * plan.compile}"
     )
 
 

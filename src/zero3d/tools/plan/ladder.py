@@ -22,6 +22,7 @@ from typing import NamedTuple
 from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import OPTIMIZER, tiers_of
+from zero3d.tools.plan.kernels import faster_blocks
 from zero3d.tools.plan.margin import Margin, Range
 from zero3d.tools.plan.search import LONG, Target, shares
 from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, ModelSpec, ParallelPlan
@@ -51,7 +52,8 @@ class Rung(NamedTuple):
 def ladder(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate) -> list[Rung]:
     """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest.
 
-    Moments of 8 bits stay on the device: they have no rung off it. Long sequences are on as many ranks as share them.
+    Blocks are compiled, and multiply in fp8, as in plans that are searched. Moments of 8 bits stay on the device:
+    they have no rung off it. Long sequences are on as many ranks as share them.
     """
     sp = max(shares(model, cluster.gpus, 1))
     plan = ParallelPlan(
@@ -62,7 +64,11 @@ def ladder(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
         activations="full",
         tiled_loss=model.length >= LONG or AUTO,
         optimizer=target.optimizer,
+        linear=target.linear,
+        compile=bool(target.compile),
     )
+    if target.compile is None:
+        plan = faster_blocks(model, plan, cluster)
     rungs = []
     for name, (stage, offload) in RUNGS.items():
         if offload != "none" and OPTIMIZERS[target.optimizer].coded:
