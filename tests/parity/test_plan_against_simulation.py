@@ -59,14 +59,14 @@ def dry(tree, rank, world, whole):
         return refused
 
 
-def simulated(alone, path, plan, stage, packed=False, whole=False, length=LENGTH):
+def simulated(alone, path, plan, stage, packed=False, whole=False, length=LENGTH, lora=None):
     """The first rank of a pipeline stage. whole: without a shortcut, every step is of all micro-batches."""
     mesh = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "sequence_parallel": plan.mesh.sequence_parallel}
     mesh |= {"sp": plan.sp, "sp_kind": plan.mesh.sp_kind} if plan.sp > 1 else {}
     mesh |= {"shard": plan.mesh.shard}
     config = load({
         "model": {"path": path, "init": "random", "quantize": plan.quantize},
-        "lora": ADAPTERS if plan.quantize else {}, "data": {"length": length, "packing": packed},
+        "lora": lora or (ADAPTERS if plan.quantize else {}), "data": {"length": length, "packing": packed},
         "train": {
             "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.rows,
             "tiled_loss": plan.tiled_loss,
@@ -191,6 +191,43 @@ def test_a_plan_of_shards_with_copies_has_the_bytes_and_traffic_of_the_dry_run(a
 ], ids=str)  # fmt: skip
 def test_a_plan_on_a_base_of_few_bits_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan):
     assert 0.97 <= ratio(alone, models, plan, layers=2) <= 1.05
+
+
+WIDE = {"intermediate_size": 2048, "tie_word_embeddings": False, "num_hidden_layers": 8}
+
+
+def adapted(folder):
+    """A model with adapters and their dropout, on a base of 4 bits: (path, spec)."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | WIDE))
+    lora, path = Lora(8, targets=("all-linear",), dropout=0.1), str(folder / "config.json")
+    return path, open_spec(path, LENGTH, Model(quantize="nf4"), lora=lora, forward=Forward(True))
+
+
+@long
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_adapters_with_dropout_keep_in_blocks_what_the_dry_run_finds(alone, tmp_path, activations):
+    plan, lora = P(micro_batch=4, activations=activations, quantize="nf4"), {**ADAPTERS, "dropout": 0.1}
+    path, spec = adapted(tmp_path)
+    peak = simulated(alone, path, plan, 0, lora=lora).peak
+    assert 0.97 <= memory(spec, plan).allocated / peak.nbytes <= 1.05
+
+
+def test_a_block_whose_input_needs_no_gradient_keeps_less_than_those_behind_it(tmp_path):
+    """Of one behind a frozen embedding nothing is kept for the gradient of its input: the norm's, masks of dropout.
+
+    A block that runs again is fullest in its second forward here, whose widest input adapters copy and mask.
+    """
+    _, spec = adapted(tmp_path)
+    first, second, *others = (block.operations for block in spec.blocks)
+    assert first.kept_cut + first.kept_whole < second.kept_cut + second.kept_whole
+    assert set(others) == {second}
+    again, never = (memory(spec, P(micro_batch=4, activations=how)).allocated for how in ("full", "selective"))
+    fullest = max(at.cut + at.whole for at in second.rerun)
+    assert fullest > max(at.cut + at.whole for at in second.instants)
+    parts = tuple(replace(p, operations=replace(p.operations, rerun=())) for p in spec.parts)
+    unseen = replace(spec, name="unseen", parts=parts)
+    assert memory(unseen, P(micro_batch=4, activations="full")).allocated < again
+    assert memory(unseen, P(micro_batch=4, activations="selective")).allocated == never
 
 
 def test_decoded_matrices_take_as_much_for_few_tokens_as_for_many(models):

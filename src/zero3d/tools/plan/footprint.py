@@ -133,7 +133,7 @@ class Run(NamedTuple):
         interior, kept = self._interior(part), self._kept(part)
         recomputed = part.recomputes and self.policy.kind != "none"
         # whole blocks run again beside their kept input, which autograd saves none of
-        skipped = interior if self.policy.kind in ("full", "every") and recomputed else interior - kept
+        skipped = interior if self._runs_again(part) else interior - kept
         again = skipped * (self.policy.every or 1) if recomputed else 0.0
         if recomputed and self.policy.kind == "selective" and self._share(part) < 1:
             again += self._share(part) * self._input(part)  # all of it comes back beside the part that is here
@@ -146,6 +146,10 @@ class Run(NamedTuple):
             dropped=min(logits, kept) if part.kind == "head" and not self.tiled else 0.0,
             skipped=skipped,
         )
+
+    def _runs_again(self, part: Part) -> bool:
+        """Return whether all of a part runs again in its backward."""
+        return part.recomputes and self.policy.kind in ("full", "every")
 
     def slices(self, part: Part) -> int:
         """Count the slices that tp ranks have of a part's sequences: they are whole around the blocks."""
@@ -215,6 +219,7 @@ class Run(NamedTuple):
         scale = self.width if part.kind in ("block", "tower") else 1.0
         tokens, tp = (self.whole, 1) if part.kind == "tower" else (self.tokens, self.tp)
         instants = operations.instants or (Instant(operations.transient, 0.0),)
+        instants += operations.rerun if self._runs_again(part) else ()
         tiled = part.kind == "head" and self.tiled
         if tiled:
             gradients = max(at.gradients for at in instants)

@@ -139,6 +139,7 @@ class Operations:
     input      bytes of the part's input, all that is kept where the whole part is recomputed
     transient  bytes alive at the peak of its backward beyond the kept ones; tp divides them
     instants   those that may be the fullest of its backward, where they are known better than by `transient`
+    rerun      of a block's forward, where all of it runs again in its backward, those that may be the fullest
     over_tp    what holds where tp > 1, if that is not this divided
     fused      what holds at tp 1 and sp 1, where one kernel does all of a mixer behind in_proj (mixers.py)
     moved      bytes that kernels of mixers read and write in a forward (mixers.py); tp divides them
@@ -158,6 +159,7 @@ class Operations:
     input: float = 0.0
     transient: float = 0.0
     instants: tuple[Instant, ...] = ()
+    rerun: tuple[Instant, ...] = ()
     over_tp: Operations | None = None
     fused: Operations | None = None
     moved: float = 0.0

@@ -18,11 +18,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
 
 from zero3d.activations.targets import mixers_in
 from zero3d.distributed.collectives import Comm
@@ -69,6 +71,8 @@ class Figures:
     entering   its input, which is all that is left where it is recomputed
     curve      (bytes that follow the tokens, bytes of gradients and decoded matrices) beyond what was kept, at
                every event of its backward (the head: of its forward, too)
+    rerun      the same of a block's forward, up to the last that it keeps, beside what its backward has
+               by when it first uses any of that
     convolutions, scans  of hybrids, as mesh.sp would share them out
     moved      bytes that kernels of mixers read and write in its forward
     launches   kernels of its forward, and of its backward, where each is launched by itself
@@ -86,6 +90,7 @@ class Figures:
     moved: float = 0.0
     launches: tuple[float, float] = (0.0, 0.0)
     passed: tuple[float, float] = (0.0, 0.0)
+    rerun: Curve = ()
 
 
 class OutputForms(dict[int, bool]):
@@ -109,13 +114,19 @@ class UntracedBlock(Placeholder):
 
 
 def kinds_of(model: nn.Module, part_names: PartNames) -> list[int]:
-    """Return the kind of every block: those of one class with the same parameters are alike."""
+    """Return the kind of every block: those of one class with the same parameters are alike.
+
+    A block whose input needs no gradient, as that of the first behind a frozen embedding, keeps less than others.
+    """
     seen: dict[Any, int] = {}
     kinds = []
+    trained = any(p.requires_grad for n, p in model.named_parameters() if part_names.part_of(n) <= part_names.of_tower)
     for name in part_names.blocks:
         block = model.get_submodule(name)
-        signature = type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters())
+        parameters = dict(block.named_parameters())
+        signature = type(block), trained, *((n, p.shape, p.dtype, p.requires_grad) for n, p in parameters.items())
         kinds.append(seen.setdefault(signature, len(seen)))
+        trained = trained or any(p.requires_grad for p in parameters.values())
     return kinds
 
 
@@ -224,6 +235,20 @@ def _without_loops(model: nn.Module) -> None:
             inner.set_experts_implementation("grouped_mm")
 
 
+def nodes_with_saved(node: Node | None, behind: Node | None) -> Iterator[Node]:
+    """Yield those of a block's graph that have kept tensors for their backward. behind: what made the block's input."""
+    waiting, seen = [node], {behind}
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in seen:
+            seen.add(each)
+            waiting += [before for before, _ in each.next_functions]
+            saved = (getattr(each, name, None) for name in dir(each) if name.startswith("_saved_"))
+            of_function = getattr(each, "saved_tensors", ())
+            if any(isinstance(t, Tensor) and t.dim() for t in (*saved, *of_function)):
+                yield each
+
+
 def run_dtype(t: Tensor) -> torch.dtype:
     return RUN if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype
 
@@ -264,7 +289,8 @@ class Recorder:
         self._grads: set[int] = set()  # and of parameters' gradients
         self._decoded: set[int] = set()  # and of matrices of 8 or 4 bits in the compute dtype, with scratch
         self._entering: dict[Any, float] = {}
-        self._kind: Any = None  # of the block whose forward is under way
+        self._kind: Any = None  # of the block whose forward is under way, and what made its input
+        self._entered: Node | None = None
         self._mixed: dict[Any, list[Halo | Scanned]] = defaultdict(list)
         self._tied: set[tuple[int, ...]] = set()  # shapes of tied parameters
 
@@ -317,7 +343,7 @@ class Recorder:
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: self._live.mark(("B", kind, "end")))
         self._live.mark(("F", kind, "begin"))
-        self._kind = kind
+        self._kind, self._entered = kind, hidden.grad_fn
 
     def _ends(self, kind: Any, module: nn.Module, args: Any, output: Any) -> None:
         self._live.mark(("F", kind, "end"))
@@ -325,6 +351,13 @@ class Recorder:
         hidden = next(iter(tensors_out(output)))
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: self._live.mark(("B", kind, "begin")))  # type: ignore[no-untyped-call]
+            for node in nodes_with_saved(hidden.grad_fn, self._entered):
+                node.register_prehook(partial(self._uses, kind))
+
+    def _uses(self, kind: Any, grads: Any) -> None:
+        """Mark where a backward first uses what its forward had kept: there a recomputed block runs again."""
+        if ("B", kind, "uses") not in self._live.marks:
+            self._live.mark(("B", kind, "uses"))
 
     def mix(self, function: str, call: Call, _: Any, inside: Inside) -> Any:
         """Run a convolution or scan, and note how a sequence axis would share it out."""
@@ -359,6 +392,7 @@ class Recorder:
             born = self._alive(marks[key], marks[(*key[:3], "end")], over)
             attention += sum(size for number, size in born.items() if number not in self._outputs)
         flops = [(n, scores) for at, n, scores in self._live.flops if begin <= at < end]
+        launches, passed = self._launches((begin, end), self._backward_of(part))
         return Figures(
             float(sum(kept.values())),
             attention,
@@ -369,7 +403,9 @@ class Recorder:
             tuple(each for each in self._mixed[part] if isinstance(each, Halo)),
             tuple(each for each in self._mixed[part] if isinstance(each, Scanned)),
             sum(n for at, n in self._live.moved if begin <= at < end),
-            *self._launches((begin, end), self._backward_of(part)),
+            launches,
+            passed,
+            tuple(self._rerun(part)) if part in self._kinds else (),
         )
 
     def _launches(self, *passes: tuple[int, int]) -> Iterator[tuple[float, float]]:
@@ -414,18 +450,33 @@ class Recorder:
             curve = [(tokens - kept, gradients) for tokens, gradients in self._curve(*self._forward_of(HEAD))]
         return curve + list(self._curve(begin, end))
 
+    def _rerun(self, kind: Any) -> Iterator[tuple[float, float]]:
+        """Yield the curve of a forward that runs again in its backward, which ends with the last that was kept."""
+        begin, end = self._forward_of(kind)
+        kept = self._alive(begin, end, self._live.marks["F", HEAD, "end"])
+        births = [
+            i for i, (change, number) in enumerate(self._live.events[begin:end], 1) if change > 0 and number in kept
+        ]
+        uses = self._live.marks.get(("B", kind, "uses"), self._backward_of(kind)[0])
+        more = self._since_forwards(uses) - sum(kept.values())
+        for tokens, decoded in islice(self._curve(begin, end), max(births, default=0)):
+            yield tokens + more, decoded
+
     def _curve(self, begin: int, end: int) -> Iterator[tuple[float, float]]:
         """Yield (bytes that follow the tokens, bytes that do not) beyond what forwards had kept, over a window."""
-        forward = self._live.marks["F", HEAD, "end"]
         waiting = self._waiting()
-        alive = self._alive(min(begin, forward), begin, begin)
-        tokens, gradients = float(sum(size for n, size in alive.items() if n not in waiting)), 0.0
+        tokens, gradients = self._since_forwards(begin), 0.0
         for change, number in self._live.events[begin:end]:
             if number in self._grads or number in self._decoded:
                 gradients += change
             elif number not in waiting:
                 tokens += change
             yield tokens, gradients
+
+    def _since_forwards(self, at: int) -> float:
+        """Return the bytes that follow the tokens and have come between the end of forwards and an instant."""
+        forward, waiting = self._live.marks["F", HEAD, "end"], self._waiting()
+        return float(sum(size for n, size in self._alive(min(at, forward), at, at).items() if n not in waiting))
 
     def _waiting(self) -> set[int]:
         """Return the gradients of tied parameters that wait for the embedding's, or are summed there."""

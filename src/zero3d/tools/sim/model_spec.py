@@ -367,7 +367,10 @@ def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) 
         return cut, x / length - cut / tp
 
     other = None if b is None else b[1]
-    instants = _instants(tp, one, other, solve)
+    instants, rerun = (
+        _instants(tp, getattr(one, name), None if other is None else getattr(other, name), solve)
+        for name in ("curve", "rerun")
+    )
     most = max(instants, key=lambda at: at.cut + at.whole, default=Instant(0.0, 0.0))
     return Operations(
         tp * one.matrices / length,
@@ -380,19 +383,20 @@ def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) 
         input=one.entering / length,
         transient=most.cut + most.whole,
         instants=tuple(instants),
+        rerun=tuple(rerun),
     )
 
 
 def _instants(
-    tp: int, one: Figures, other: Figures | None, solve: Callable[[float, float | None], tuple[float, float]]
+    tp: int, one: Curve, other: Curve | None, solve: Callable[[float, float | None], tuple[float, float]]
 ) -> list[Instant]:
     """Return the instants of a curve that may be the fullest, at any degree of tp and for few or many tokens.
 
     An instant that the other degree's curve does not have counts as if tp divided it.
     """
-    twins = {} if other is None or tp == 1 else _twins(one.curve, other.curve)
+    twins = {} if other is None or tp == 1 else _twins(one, other)
     curve = []
-    for i, (x, grads) in enumerate(one.curve):
+    for i, (x, grads) in enumerate(one):
         twin = twins.get(i)
         cut, whole = (tp * solve(x, None)[1], 0.0) if twin is None else solve(x, twin)
         curve.append(Instant(cut, whole, tp * grads))
