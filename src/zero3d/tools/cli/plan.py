@@ -11,7 +11,8 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from math import ceil
 from pathlib import Path
@@ -175,7 +176,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"zero3d plan takes one MODEL, or --params (and got {short(' '.join(words)) or 'none'}). Type {USAGE}"
         )
-    return _search(arguments, words[0] if words else None)
+    with _uncollected():
+        return _search(arguments, words[0] if words else None)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python look for no cycles: there are none among a million small objects, and caches keep most of them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _search(arguments: argparse.Namespace, path: str | None) -> int:
@@ -249,18 +263,9 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
 def _searched(
     model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate, bounds: Bounds, packed: Packed | None
 ) -> SearchResult:
-    """Search, with a line on how far that is.
-
-    Python looks for no cycles meanwhile: there are none among a million small objects, and caches keep most of them.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with ProgressLine() as line:
-            return search(model, cluster, target, priced, bounds, partial(_show, line), packed)
-    finally:
-        if collects:
-            gc.enable()
+    """Search, with a line on how far that is."""
+    with ProgressLine() as line:
+        return search(model, cluster, target, priced, bounds, partial(_show, line), packed)
 
 
 def _show(line: ProgressLine, progress: Progress) -> None:

@@ -35,7 +35,7 @@ from zero3d.tools.plan.memory import (
     shown_bytes,
 )
 from zero3d.tools.plan.rank_model import first_alike
-from zero3d.tools.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import PLAIN, ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.tools.plan.states import without_sequences
 
 ROUND = 1e-9
@@ -122,7 +122,7 @@ def _plan(setting: Setting) -> ParallelPlan:
     zero, offload, mesh, precision, optimizer, ema, many = setting
     chunks = Schedule.of(mesh.schedule).chunks_per_rank
     rest = {"precision": precision, "optimizer": optimizer, "ema": ema, "virtual": chunks}
-    return ParallelPlan(zero=zero, offload=offload, mesh=mesh, **rest).sized(1, many)
+    return PLAIN.having(zero=zero, offload=offload, mesh=mesh, **rest).sized(1, many)
 
 
 @lru_cache(maxsize=4096)
@@ -165,9 +165,19 @@ def _unsharded(mesh: Mesh) -> Mesh:
 @lru_cache(maxsize=4096)
 def _one_sequence(running: Running) -> ParallelPlan:
     mesh, activations, place, precision, linear, tiled, exact, many = running
-    how = {"activations": activations, "precision": precision, "linear": linear, "tiled_loss": tiled, "exact": exact}
-    plan = ParallelPlan(mesh=mesh, stage=0, **how)
-    return plan.replace(offload=Offload(activations=place)).sized(1, many)
+    sections = {"zero": _zero(exact), "offload": _inputs(place), "mesh": mesh}
+    how = {"activations": activations, "precision": precision, "linear": linear, "tiled_loss": tiled}
+    return PLAIN.having(**sections, **how).sized(1, many)
+
+
+@lru_cache(maxsize=2)
+def _zero(exact: bool) -> Zero:
+    return Zero(0, exact=exact)
+
+
+@lru_cache(maxsize=16)
+def _inputs(place: str) -> Offload:
+    return Offload(activations=place)
 
 
 @lru_cache(maxsize=4096)

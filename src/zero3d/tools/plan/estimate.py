@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 from zero3d.account.transients import logits_bytes
 from zero3d.blueprint.layout import padding_warning
+from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.spec.bits import FACTS
@@ -210,26 +211,33 @@ def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     small = [name for name, value in degrees.items() if value < 1]
     if small:
         raise ConfigError(f"{small[0]}={degrees[small[0]]}: must be at least 1.")
-    if plan.world > cluster.gpus:
+    parts, mixers = plan.pp * plan.virtual, mixers_of(model, plan) if plan.sp > 1 else ""
+    _check_fit(model, cluster.gpus, plan.degrees, parts, plan.mesh.sp_kind == "heads", mixers)
+
+
+@lru_cache(maxsize=1024)
+def _check_fit(model: ModelSpec, gpus: int, degrees: Degrees, parts: int, heads: bool, mixers: str) -> None:
+    """Refuse degrees that fit neither so many GPUs nor a model. parts: of a pipeline."""
+    pp, dp, tp, ep, sp, _ = degrees
+    shard = degrees.size("shard")
+    if pp * dp * tp > gpus:
         raise ConfigError(
-            f"dp={plan.dp} x tp={plan.tp} x pp={plan.pp} = {plan.world} ranks do not fit {cluster.gpus} GPUs: "
-            f"pass dp={max(1, cluster.gpus // (plan.tp * plan.pp))}."
+            f"dp={dp} x tp={tp} x pp={pp} = {dp * tp * pp} ranks do not fit {gpus} GPUs: "
+            f"pass dp={max(1, gpus // (tp * pp))}."
         )
-    why = ep_refused(model, plan.dp, plan.ep) if plan.ep > 1 else None
+    why = ep_refused(model, dp, ep) if ep > 1 else None
     if why is not None:
-        raise ConfigError(f"ep={plan.ep} cannot be: {why}.")
-    heads = plan.mesh.sp_kind == "heads"
-    why = sp_refused(model, plan.dp, plan.tp, plan.sp, heads, mixers_of(model, plan)) if plan.sp > 1 else None
+        raise ConfigError(f"ep={ep} cannot be: {why}.")
+    why = sp_refused(model, dp, tp, sp, heads, mixers) if sp > 1 else None
     if why is not None:
-        raise ConfigError(f"sp={plan.sp} cannot be: {why}.")
-    why = shard_refused(plan.dp, plan.ep, plan.sp, plan.shard)
+        raise ConfigError(f"sp={sp} cannot be: {why}.")
+    why = shard_refused(dp, ep, sp, shard)
     if why is not None:
-        raise ConfigError(f"shard={plan.shard} cannot be: {why}.")
-    if model.heads % plan.tp or model.hidden % plan.tp:
-        raise ConfigError(f"tp={plan.tp} does not divide {model.heads} heads and hidden {model.hidden}.")
-    parts = plan.pp * plan.virtual
+        raise ConfigError(f"shard={shard} cannot be: {why}.")
+    if model.heads % tp or model.hidden % tp:
+        raise ConfigError(f"tp={tp} does not divide {model.heads} heads and hidden {model.hidden}.")
     if parts > len(model.blocks):
-        raise ConfigError(f"pp={plan.pp} x virtual={plan.virtual} = {parts} parts for {len(model.blocks)} blocks.")
+        raise ConfigError(f"pp={pp} x virtual={parts // pp} = {parts} parts for {len(model.blocks)} blocks.")
 
 
 BOUNDS = Bounds(settled, memory_at_least, memory_at_most, evaluate_later)

@@ -243,6 +243,7 @@ def _operations_per_token(model: ModelSpec) -> tuple[float, float]:
     return sum(n for n, back in done if back is None), sum(n * (1 + back) for n, back in done if back is not None)
 
 
+@lru_cache(maxsize=4096)
 def _shape(part: Part, head: int, met: float) -> Shape:
     counts: dict[tuple[tuple[int, int], int | None, bool, bool], int] = {}
     for unit in part.units if part.kind != "embedding" else ():
@@ -296,7 +297,7 @@ def faster_blocks(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) ->
     if cluster.step is not None or cluster.gpu.name == CPU:
         return plan
     run = _run(model, plan, cluster, 1.0, KERNELS, IMBALANCE)
-    return plan.replace(compile=True) if _is_faster_compiled(model, run, _decoded(plan, True, cluster)) else plan
+    return plan.having(compile=True) if _is_faster_compiled(model, run, _decoded(plan, True, cluster)) else plan
 
 
 @lru_cache(maxsize=1024)

@@ -47,6 +47,7 @@ from zero3d.distributed.degrees import FEW_NUMBERS, Degrees
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
+from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
@@ -56,7 +57,15 @@ from zero3d.tools.plan.footprint import Footprint, Run, run_of
 from zero3d.tools.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, rivals
 from zero3d.tools.plan.inputs import on_host, ring_here, share_here, slots_on_host
 from zero3d.tools.plan.matrices import working as bytes_of_matrices
-from zero3d.tools.plan.rank_model import RankUnit, chunks_of_rank, first_alike, partition_key, rank_model, unlike_stages
+from zero3d.tools.plan.rank_model import (
+    RankUnit,
+    chunks_of_rank,
+    first_alike,
+    partition_key,
+    pipeline_key,
+    rank_model,
+    unlike_stages,
+)
 from zero3d.tools.plan.saves import copy_bytes
 from zero3d.tools.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.tools.plan.states import States, check_rules, states, states_key
@@ -331,11 +340,16 @@ def holding_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> Holding:
 @lru_cache(maxsize=1 << 14)
 def _holding_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose ranks hold the same: states, and where they are."""
-    key = states_key(plan).replace(offload=_without_inputs(plan.offload))
+    key = states_key(plan).having(offload=_without_inputs(plan.offload))
     if not Schedule.of(plan.schedule).splits_backward:
         return key
     check_rules(plan)  # which know such schedules, and states do not
-    return key.replace(schedule=partition_key(plan).schedule)
+    return key.having(mesh=_mesh_under(key.mesh, partition_key(plan).schedule))
+
+
+@lru_cache(maxsize=1024)
+def _mesh_under(mesh: Mesh, schedule: str) -> Mesh:
+    return replace(mesh, schedule=schedule)
 
 
 @lru_cache(maxsize=256)
@@ -422,9 +436,9 @@ def _begins(parts: Sequence[Part], length: int) -> Sequence[int]:
 
 
 @lru_cache(maxsize=1024)
-def _activations(run: Run, partition: ParallelPlan, stage: int) -> _Activations:
-    """Return what ranks have alike whose chunks are like those of this one. partition: of rank_model's key."""
-    return _Activations(run, list(chunks_of_rank(run.model, partition, stage).values()))
+def _activations(run: Run, pipeline: ParallelPlan, stage: int) -> _Activations:
+    """Return what ranks have alike whose chunks are like those of this one. pipeline: of rank_model's key."""
+    return _Activations(run, list(chunks_of_rank(run.model, pipeline, stage).values()))
 
 
 @lru_cache(maxsize=256)
@@ -524,7 +538,7 @@ class Ranks:
     @cached_property
     def _activations(self) -> _Activations:
         """Return what a micro-batch keeps."""
-        return _activations(run_of(self.model, self.plan), partition_key(self.plan), self._alike)
+        return _activations(run_of(self.model, self.plan), pipeline_key(self.plan), self._alike)
 
     def inputs(self) -> float:
         """Return the bytes of inputs on the host, of the rank that has most there."""

@@ -16,8 +16,10 @@ An all-reduce takes the better of a ring, 2 (n-1) hops, and a double tree, 2 log
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
 
+from zero3d.distributed.degrees import Degrees
 from zero3d.tools.plan.constants import constant
 from zero3d.tools.plan.decided import node_of
 from zero3d.tools.plan.spec import ClusterSpec, Link, ParallelPlan
@@ -60,17 +62,21 @@ class Groups:
     @classmethod
     def of(cls, plan: ParallelPlan, cluster: ClusterSpec) -> Groups:
         """Place a plan's ranks on the nodes."""
-        tp = Group(plan.tp, min(plan.tp, cluster.per_node))
-        dp = Group(plan.dp, max(1, min(plan.dp, cluster.per_node // plan.tp)))
-        ep = Group(plan.ep, max(1, min(plan.ep, cluster.per_node // plan.tp)))
-        sp = Group(plan.sp, max(1, min(plan.sp, cluster.per_node // plan.tp)))
-        inside = plan.shard // plan.ep
-        shard = Group(plan.shard, max(1, min(plan.shard, cluster.per_node // plan.tp)))
-        experts = Group(inside, max(1, min(inside, cluster.per_node // (plan.tp * plan.ep))))
-        copies = Group(plan.replicate, max(1, min(plan.replicate, cluster.per_node // (plan.tp * plan.shard))))
-        together = node_of(plan, cluster.on_host)
-        node = Group(together, min(together, dp.local))
-        return cls(tp, dp, ep, sp, shard, copies, experts, node, plan.tp * plan.dp < cluster.per_node)
+        return _groups(plan.degrees, node_of(plan, cluster.on_host), cluster.per_node)
+
+
+@lru_cache(maxsize=4096)
+def _groups(degrees: Degrees, together: int, per_node: int) -> Groups:
+    """Place ranks on nodes of so many. together: neighbours who keep second shards."""
+    _, dp, tp, ep, sp, _ = degrees
+    shard, replicate = degrees.size("shard"), degrees.size("replicate")
+
+    def among(size: int, apart: int) -> Group:
+        return Group(size, max(1, min(size, per_node // apart)))
+
+    node = Group(together, min(together, among(dp, tp).local))
+    cut = among(shard, tp), among(replicate, tp * shard), among(shard // ep, tp * ep), node
+    return Groups(Group(tp, min(tp, per_node)), among(dp, tp), among(ep, tp), among(sp, tp), *cut, tp * dp < per_node)
 
 
 def send_seconds(size: float, link: Link) -> float:

@@ -118,13 +118,30 @@ def unfolded(tree: Mapping[str, Any]) -> ModelSpec:
 
     Blocks share their operations, which plans compare by the thousand.
     """
-    texts = [json.dumps(kind) for kind in tree["kinds"]]
     shared: dict[Operations, Operations] = {}
-    parts = []
-    for kind, name in tree["parts"]:
-        part = from_json(Part, json.loads(texts[kind].replace(f'"{NAME}', f'"{name}')))
+    kinds = []
+    for kind in tree["kinds"]:
+        part = from_json(Part, kind)
         apart = part.dispatched
         apart = None if apart is None else shared.setdefault(apart, apart)
-        parts.append(replace(part, operations=shared.setdefault(part.operations, part.operations), dispatched=apart))
+        kinds.append(replace(part, operations=shared.setdefault(part.operations, part.operations), dispatched=apart))
+    parts = [_named(kinds[kind], name) for kind, name in tree["parts"]]
     known = {key: value for key, value in tree.items() if key not in ("kinds", "parts")}
     return replace(from_json(ModelSpec, {**known, "parts": []}), parts=tuple(parts))
+
+
+def _named(part: Part, name: str) -> Part:
+    """Return a part of a kind with the name of its block."""
+
+    def called(text: str) -> str:
+        return name + text.removeprefix(NAME) if text.startswith(NAME) else text
+
+    units = [
+        Unit(
+            called(unit.name),
+            tuple([replace(weight, name=called(weight.name)) for weight in unit.weights]),
+            None if unit.copy_of is None else called(unit.copy_of),
+        )
+        for unit in part.units
+    ]
+    return replace(part, units=tuple(units))

@@ -18,19 +18,22 @@ from typing import Any, NamedTuple
 from zero3d.blueprint.layout import ALIGN, GROUP, UnitLayout
 from zero3d.blueprint.unit import Kind, UnitPlan, decide
 from zero3d.blueprint.units import FoundUnit, Member, group_parameters, lay_out
+from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import SCHEDULES, Schedule
 from zero3d.spec.dtypes import BF16, FP32, FP64, Dtype
 from zero3d.spec.mesh import Mesh
-from zero3d.spec.optimizer import OPTIMIZERS
-from zero3d.spec.zero import Zero
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
+from zero3d.spec.zero import SAME, Zero
 from zero3d.tools.plan.decided import policy_of, ranks_of
-from zero3d.tools.plan.spec import ModelSpec, ParallelPlan, Part, Weight
+from zero3d.tools.plan.spec import PLAIN, ModelSpec, ParallelPlan, Part, Weight
 
 BY_WIDTH = {1: Dtype("uint8", 1), 2: BF16, 4: FP32, 8: FP64}  # of weights in another dtype than the run's
 BLOCKS = "the model's list"  # as messages name what pipelines cut
+
+Nameless = tuple[tuple[Weight, ...], Kind]  # the weights of a unit, and what decides about it
 
 
 class RankUnit(NamedTuple):
@@ -87,6 +90,7 @@ def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
     return _cut(model, plan.pp, plan.schedule)
 
 
+@lru_cache(maxsize=1024)
 def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
     schedule = Schedule.of(name)
     schedule.check_blocks(len(model.blocks), pp, BLOCKS)
@@ -114,10 +118,10 @@ def _numel(parts: Iterable[Part]) -> int:
 
 def chunks_of_rank(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, list[Part]]:
     """Return the model chunks of one rank of the pp axis, by number."""
-    parts = model_chunks(model, plan)
-    if plan.pp == 1:
+    parts, pp = model_chunks(model, plan), plan.pp
+    if pp == 1:
         return {0: parts[0]}
-    return {number: parts[number] for number in Schedule.of(plan.schedule).chunks_of(pp_stage, plan.pp)}
+    return {number: parts[number] for number in Schedule.of(plan.schedule).chunks_of(pp_stage, pp)}
 
 
 class RankModel(NamedTuple):
@@ -141,14 +145,32 @@ def partition_key(plan: ParallelPlan) -> ParallelPlan:
 
     Its schedule is the first one whose chunks are laid out as the plan's are.
     """
-    layout = Schedule.of(plan.schedule)[2:]
-    schedule = next(name for name in SCHEDULES if Schedule.of(name)[2:] == layout)
-    return ParallelPlan(
-        zero=Zero(exact=plan.zero.exact, gather_wire=plan.zero.gather_wire, slow_wire=plan.zero.slow_wire),
-        mesh=Mesh(*(plan.dp, plan.tp, plan.pp, plan.ep), shard=plan.degrees.shard, schedule=schedule),
-        accumulate=plan.pp,
-        precision=plan.precision,
-        optimizer=plan.optimizer,
+    zero, degrees, schedule = plan.zero, plan.degrees._replace(sp=1), _laid_out_as(plan.schedule)
+    return _partition(zero.exact, zero.gather_wire, zero.slow_wire, degrees, schedule, plan.precision, plan.optimizer)
+
+
+def pipeline_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all that cut a model into the same chunks, whatever a rank has of them."""
+    return _partition(False, SAME, SAME, Degrees(plan.pp, 1, 1), _laid_out_as(plan.schedule), BF16.name, ADAMW)
+
+
+@lru_cache(maxsize=64)
+def _laid_out_as(schedule: str) -> str:
+    layout = Schedule.of(schedule)[2:]
+    return next(name for name in SCHEDULES if Schedule.of(name)[2:] == layout)
+
+
+@lru_cache(maxsize=4096)
+def _partition(
+    exact: bool, gather_wire: str, slow_wire: str, degrees: Degrees, schedule: str, precision: str, optimizer: str
+) -> ParallelPlan:
+    pp, dp, tp, ep, _, shard = degrees
+    return PLAIN.having(
+        zero=Zero(exact=exact, gather_wire=gather_wire, slow_wire=slow_wire),
+        mesh=Mesh(dp, tp, pp, ep, 1, shard=shard, schedule=schedule),
+        accumulate=pp,
+        precision=precision,
+        optimizer=optimizer,
     )
 
 
@@ -186,12 +208,12 @@ def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankMode
 
 def unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
     """Return the ranks of the pp axis whose chunks are not like those of the one before."""
-    return _unlike_stages(model, partition_key(plan))
+    return _unlike_stages(model, pipeline_key(plan))
 
 
 def first_alike(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> int:
     """Return the first rank of the pp axis whose chunks differ from this one's in names alone."""
-    return _first_alike(model, partition_key(plan))[pp_stage]
+    return _first_alike(model, pipeline_key(plan))[pp_stage]
 
 
 @lru_cache(maxsize=1024)
@@ -213,9 +235,21 @@ def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk."""
+    found, kinds = _found(tuple(parts), plan.dispatches, plan.compute)
+    laid_out = [_laid_out(weights, kind, plan) for weights, kind in kinds]
+    return [_unit(each, *laid_out[number]) for each, number in found]
+
+
+@lru_cache(maxsize=1024)
+def _found(
+    parts: tuple[Part, ...], apart: bool, compute: Dtype
+) -> tuple[list[tuple[FoundUnit[Weight], int]], list[Nameless]]:
+    """Return the units of a chunk with whole parameters, each with the number of what it is without names; and these.
+
+    apart  experts that tokens are sent to are units of their own
+    """
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
     tied = {unit.copy_of for part in parts for unit in part.units}
-    apart, compute = plan.dispatches, plan.compute
     members = [
         Member(
             weight,
@@ -229,7 +263,12 @@ def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
         for owner in (unit.name.partition("/")[0],)
         for weight in unit.weights
     ]
-    return [_unit(found, plan) for found in group_parameters(members)]
+    kinds: dict[Nameless, int] = {}
+    found = [
+        (unit, kinds.setdefault((tuple(weight.unnamed for weight in unit.parameters), unit.kind), len(kinds)))
+        for unit in group_parameters(members)
+    ]
+    return found, list(kinds)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -242,10 +281,9 @@ def _kind(itemsize: int | None, trainable: bool, experts: bool, compute: Dtype) 
     return Kind(dtype_of(itemsize, compute), trainable, experts)
 
 
-def _unit(found: FoundUnit[Weight], plan: ParallelPlan) -> RankUnit:
-    weights = found.parameters
-    order, unit = _laid_out(tuple(weight.unnamed for weight in weights), found.kind, plan)
-    names = tuple(weights[number].name for number in order)
+def _unit(found: FoundUnit[Weight], order: Sequence[int], unit: RankUnit) -> RankUnit:
+    """Return a unit with its names. order: numbers of the weights in its slots."""
+    names = tuple([found.parameters[number].name for number in order])
     return unit._replace(name=found.name, owner=found.owner, names=names, deferred=found.deferred)
 
 

@@ -421,7 +421,7 @@ def _groups(model: ModelSpec, cluster: ClusterSpec, target: Target, turn: _Turn,
                         compile=bool(target.compile),
                     )
                     for shard in _shards(whole, cluster):
-                        plan = whole.replace(shard=shard)
+                        plan = whole if shard is None else whole.having(mesh=_sharded(whole.mesh, shard))
                         sizes = _micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account)
                         yield from (_Group(plan, part) for part in _ascending(model, plan, sizes))
 
@@ -435,6 +435,11 @@ def _zero(stage: int, pp: int, reduce_dtype: str) -> Zero:
 def _mesh(dp: int, tp: int, pp: int, ep: int, sp: int, schedule: str, sliced: bool) -> Mesh:
     """Return one mesh for all plans of these degrees, which caches then compare at a glance."""
     return Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced)
+
+
+@lru_cache(maxsize=1024)
+def _sharded(mesh: Mesh, shard: int) -> Mesh:
+    return replace(mesh, shard=shard)
 
 
 def _ascending(
@@ -552,17 +557,30 @@ def tp_refused(model: ModelSpec, tp: int, per_node: int) -> str | None:
 
 def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Account) -> Iterator[tuple[int, int]]:
     """Yield each micro-batch that divides a rank's sequences and that the schedule takes, and how many they are."""
-    schedule, micro = Schedule.of(plan.schedule), 1
-    while sequences % micro == 0:
-        try:
-            if plan.pp > 1:
-                schedule.check(sequences // micro, plan.pp)
-                schedule.check_blocks(blocks, plan.pp, "the model")
-        except ConfigError:
-            account.reject(f"incompatible with {plan.schedule}: number of micro-batches or stages")
+    for size in _divisions(sequences):
+        if _takes(plan.schedule, plan.pp, size[1], blocks):
+            yield size
         else:
-            yield micro, sequences // micro
-        micro *= 2
+            account.reject(f"incompatible with {plan.schedule}: number of micro-batches or stages")
+
+
+@lru_cache(maxsize=64)
+def _divisions(sequences: int) -> list[tuple[int, int]]:
+    """Return the powers of two that divide so many sequences, each with how many times."""
+    return [(1 << at, sequences >> at) for at in range((sequences & -sequences).bit_length())]
+
+
+@lru_cache(maxsize=4096)
+def _takes(name: str, pp: int, micro_batches: int, blocks: int) -> bool:
+    """Return whether a schedule takes so many micro-batches, and so many blocks."""
+    if pp == 1:
+        return True
+    try:
+        Schedule.of(name).check(micro_batches, pp)
+        Schedule.of(name).check_blocks(blocks, pp, "the model")
+    except ConfigError:
+        return False
+    return True
 
 
 def divisors(number: int) -> list[int]:
@@ -584,7 +602,7 @@ class _Price(NamedTuple):
 class _Few:
     """The plans of a group, priced as far as that is needed: more sequences at a time need more memory.
 
-    plans   one for each size
+    sizes   of their micro-batches, and how many a step has
     priced  estimates by the place of a size
     sure    how many have the whole margin by what they take at most, the first of them
     fit     how many fit, these among them
@@ -597,15 +615,23 @@ class _Few:
         first = group.plan.sized(*group.sizes[0])
         chosen = faster_reduction(model, first, cluster) if first.shard > 1 else first
         chosen = faster_mixers(model, chosen, cluster)  # all of a group have these alike
-        self.plans = [chosen, *(chosen.sized(*size) for size in group.sizes[1:])]
+        self.sizes, self._chosen = group.sizes, chosen
+        self._plans: dict[int, ParallelPlan] = {}
         self.priced: dict[int, Estimate] = {}
         self._model, self._cluster = model, cluster
         self._price, self._compiles = price, target.compile is None
         self._room, self._share = target.room, target.margin_for(model, chosen).share
         if price.bounds is None:
-            self.sure, self.fit = 0, next((at for at in range(len(self.plans)) if not self._fits(at)), len(self.plans))
+            many = len(self.sizes)
+            self.sure, self.fit = 0, next((at for at in range(many) if not self._fits(at)), many)
         else:
             self.sure, self.fit = self._by_bounds(price.bounds, target.room + misses)
+
+    def plan(self, at: int) -> ParallelPlan:
+        """Return the plan of a size."""
+        if at not in self._plans:
+            self._plans[at] = self._chosen.sized(*self.sizes[at])
+        return self._plans[at]
 
     def rows(self) -> list[Row]:
         """Return the plans that fit. Of those that have the whole margin for sure, memory is computed if it is read."""
@@ -622,7 +648,7 @@ class _Few:
 
     def count(self, account: _Account) -> None:
         """Count all of them: those that do not fit under what the first of them has too little of."""
-        fit, many = self.fit, len(self.plans)
+        fit, many = self.fit, len(self.sizes)
         account.priced += min(fit + 1, many)
         account.tried += fit
         if fit == many:
@@ -630,7 +656,7 @@ class _Few:
         if fit not in self.priced:  # by what it takes at least it is not the nearest
             account.reject(DEVICE_MEMORY, many - fit)
             return
-        plan, memory = self.plans[fit], self.priced[fit].memory
+        plan, memory = self.plan(fit), self.priced[fit].memory
         if memory.device > self._room:
             account.too_large(DEVICE_MEMORY, many - fit, plan, memory.device - self._room)
             return
@@ -644,13 +670,11 @@ class _Few:
         Between the two the largest is priced first: what is smaller fits if it does.
         """
         model, cluster = self._model, self._cluster
-        one = bounds.settled(model, cluster, self.plans[0])
-        plans = [one.sized(plan.micro_batch, plan.accumulate) for plan in self.plans]
-        many = len(plans)
-
-        least = [bounds.at_least(model, cluster, plans[0], above)]
-        while least[-1] <= above and len(least) < many:
-            least.append(bounds.at_least(model, cluster, plans[len(least)], above))
+        one = bounds.settled(model, cluster, self.plan(0))
+        plans, least = [one], [bounds.at_least(model, cluster, one, above)]
+        while least[-1] <= above and len(least) < len(self.sizes):
+            plans.append(one.sized(*self.sizes[len(least)]))
+            least.append(bounds.at_least(model, cluster, plans[-1], above))
         sure = fit = len(least) - (least[-1] > above)
         usable = self._room / (1 + self._share)
         while sure and (least[sure - 1] > usable or bounds.at_most(model, cluster, plans[sure - 1]) > usable):
@@ -667,8 +691,8 @@ class _Few:
     def _compiled(self, at: int) -> ParallelPlan:
         """Return a plan with compiled blocks where they are faster, if that is to be found out. Memory is the same."""
         if self._compiles:
-            self.plans[at] = faster_blocks(self._model, self.plans[at], self._cluster)
-        return self.plans[at]
+            self._plans[at] = faster_blocks(self._model, self.plan(at), self._cluster)
+        return self.plan(at)
 
     def _fits(self, at: int) -> bool:
         memory = self._estimate(at).memory

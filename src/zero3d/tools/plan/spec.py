@@ -453,6 +453,14 @@ class ClusterSpec:
     provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
     per_host: int | None = None
 
+    def __hash__(self) -> int:
+        """Return the hash, computed once: a cluster is in the key of many caches."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.gpu, self.nodes, self.per_node, self.inside, self.across))
+
     def figure(self, said: Figure) -> float:
         """Return what a tier's row says of bytes or bytes per second: a field of this cluster, or the figure itself."""
         return float(getattr(self, said)) if isinstance(said, str) else said
@@ -550,14 +558,18 @@ class ParallelPlan(Spec):
         vars(made).update(now | by_section(placed(settings, PLAN_KEYWORDS), now))
         return made
 
-    def sized(self, micro_batch: int, accumulate: int) -> ParallelPlan:
-        """Return the plan with other micro-batches: `replace` for those, without looking up whose keys they are."""
+    def having(self, **whole: Any) -> ParallelPlan:
+        """Return a plan with other fields, sections whole: `replace` without looking up whose keys these are."""
         made = object.__new__(ParallelPlan)
         now = vars(made)
         now.update(vars(self))
         now.pop("_hash", None)
-        now.update(micro_batch=micro_batch, accumulate=accumulate)
+        now.update(whole)
         return made
+
+    def sized(self, micro_batch: int, accumulate: int) -> ParallelPlan:
+        """Return the plan with other micro-batches."""
+        return self.having(micro_batch=micro_batch, accumulate=accumulate)
 
     @property
     def schedule(self) -> str:
@@ -620,6 +632,9 @@ def _defaults() -> Mapping[str, Any]:
     """Return the fields of a plan that says nothing."""
     made = ((each, each.default_factory) for each in fields(ParallelPlan))
     return {each.name: each.default if make is MISSING else make() for each, make in made}
+
+
+PLAIN = ParallelPlan()  # of which others are made
 
 
 # --- estimate -----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.spec.zero import Zero
 from zero3d.tools.plan.decided import algorithm_on, node_of, policy_of
 from zero3d.tools.plan.rank_model import RankUnit, rank_model
-from zero3d.tools.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.tools.plan.spec import PLAIN, ClusterSpec, ModelSpec, ParallelPlan
 
 
 class States(NamedTuple):
@@ -108,16 +108,20 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
 @lru_cache(maxsize=1 << 14)
 def _tiers(plan: ParallelPlan) -> Offload:
     """Return what leaves the device, whoever updates it. Raises ConfigError for what an engine refuses."""
-    tiers = replace(plan.offload, executor="auto")
     check_rules(plan)
-    return tiers
+    return _by_whomever(plan.offload)
+
+
+@lru_cache(maxsize=256)
+def _by_whomever(offload: Offload) -> Offload:
+    return replace(offload, executor="auto")
 
 
 @lru_cache(maxsize=1 << 14)
 def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
-    return plan.replace(
+    return plan.having(
         offload=_away(plan.offload),
         mesh=without_sequences(plan.mesh),
         micro_batch=1,
@@ -211,11 +215,17 @@ def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """
     if plan.shard == 1:
         return plan
-    ranks = node_of(plan, cluster.on_host)
-    algorithm = algorithm_on(plan, cluster.on_host)
-    return plan.replace(zero=_zero_with(plan.zero, algorithm, None if ranks == 1 else ranks))
+    return plan.having(zero=_zero_on(plan.zero, without_sequences(plan.mesh), cluster.on_host))
+
+
+@lru_cache(maxsize=4096)
+def _zero_on(zero: Zero, mesh: Mesh, on_host: int) -> Zero:
+    plan = PLAIN.having(zero=zero, mesh=mesh)
+    ranks = node_of(plan, on_host)
+    return _zero_with(zero, algorithm_on(plan, on_host), None if ranks == 1 else ranks)
 
 
 @lru_cache(maxsize=1024)
 def _zero_with(zero: Zero, algorithm: str, ranks: int | None) -> Zero:
+    """Return one section for all that are equal, which caches then compare at a glance."""
     return replace(zero, reduce_scatter=algorithm, second_shard=ranks)

@@ -64,7 +64,8 @@ from zero3d.tools.plan.network import (
 )
 from zero3d.tools.plan.rank_model import chunks_of
 from zero3d.tools.plan.sequence import exchanged, kinds_of_scans, mixers_of, scanned_again
-from zero3d.tools.plan.spec import ClusterSpec, MeasuredStep, ModelSpec, ParallelPlan, Seconds
+from zero3d.tools.plan.spec import PLAIN, ClusterSpec, MeasuredStep, ModelSpec, ParallelPlan, Seconds
+from zero3d.tools.plan.states import without_sequences
 from zero3d.tools.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.tools.plan.timeline import pipeline_seconds
 
@@ -263,7 +264,7 @@ class Passes(NamedTuple):
 def _computing_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose forwards and backwards take as long: however states are held and updated."""
     zero, offload, mesh = _computing_sections(plan.zero.exact, plan.offload.activations, plan.mesh)
-    return plan.replace(
+    return plan.having(
         zero=zero, offload=offload, mesh=mesh, optimizer=ADAMW, ema=None, replay=0, asynchronous_saves=False
     )
 
@@ -326,10 +327,10 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     work, seeing = total(w for s, w in inside if s.kind != "tower"), total(w for s, w in inside if s.kind == "tower")
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
-    recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
-    seen_again = sum(
-        _again(policy.kind, s, w, step.pace) for s, w in inside if s.kind == "tower" and s.operations.input
-    )
+    unlike = {id(shape): (shape, w) for shape, w in inside}  # an equal one is the same object, with the same work
+    repeats = {key: _again(policy.kind, shape, w, step.pace) for key, (shape, w) in unlike.items()}
+    recompute = sum([repeats[id(shape)] for shape, _ in inside if shape.kind == "block"])
+    seen_again = sum([repeats[id(s)] for s, _ in inside if s.kind == "tower" and s.operations.input])
     if tiles_loss(step.model, step.plan):  # a tile's logits are made again
         recompute += sum(w.matrices.forward for shape, w in inside if shape.kind == "head")
     seen = step.pace.slow_tp * (1 - step.pace.hide_tp)
@@ -400,6 +401,8 @@ def _mixing_seconds(step: _Step, block: Shape) -> float:
     Halos of convolutions, of a few tokens, are nothing. Where states of recurrences pass, half of the seconds of the
     scans more, forward and backward, is here.
     """
+    if step.plan.sp == 1:
+        return 0.0
     parts = exchanged(step.model, step.plan, block.attends, block.scans)
     again = scanned_again(step.model, step.plan, block.scans) / _scanning(step.cluster, step.pace.kernels)
     return sum(exchange_seconds(nbytes, step.groups.sp, step.cluster) for nbytes in parts) + again / 2
@@ -569,14 +572,20 @@ def _reduced_width(plan: ParallelPlan) -> float:
 def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with `reduce_scatter` auto, or what is faster than the engine's rule if anything is."""
     elements = model.trainable / plan.tp / max(1, len(model.blocks))
-    sections = plan.zero, plan.offload, _without_slices(plan.mesh)
+    sections = plan.zero, plan.offload, _degrees_of(plan.mesh)
     choice = _fastest_reduction(elements, *sections, plan.precision, min(2, plan.accumulate), cluster)
-    return plan if choice == plan.zero.reduce_scatter else plan.replace(reduce_scatter=choice)
+    return plan if choice == plan.zero.reduce_scatter else plan.having(zero=_zero_by(plan.zero, choice))
 
 
 @lru_cache(maxsize=1024)
-def _without_slices(mesh: Mesh) -> Mesh:
-    return replace(mesh, sequence_parallel=False)
+def _zero_by(zero: Zero, reduce_scatter: str) -> Zero:
+    return replace(zero, reduce_scatter=reduce_scatter)
+
+
+@lru_cache(maxsize=1024)
+def _degrees_of(mesh: Mesh) -> Mesh:
+    """Return what reductions depend on of a mesh: neither sequences nor a schedule."""
+    return replace(without_sequences(mesh), schedule=None)
 
 
 @lru_cache(maxsize=4096)
@@ -584,11 +593,11 @@ def _fastest_reduction(
     elements: float, zero: Zero, offload: Offload, mesh: Mesh, precision: str, accumulate: int, cluster: ClusterSpec
 ) -> str:
     """Return the choice; the first of those that are as fast. elements: of a block on a rank."""
-    plan = ParallelPlan(zero=zero, offload=offload, mesh=mesh, precision=precision, accumulate=accumulate)
+    plan = PLAIN.having(zero=zero, offload=offload, mesh=mesh, precision=precision, accumulate=accumulate)
     group = Groups.of(plan, cluster).shard
 
     def seconds(choice: str) -> float:
-        width, seconds_of = _reduction(plan.replace(reduce_scatter=choice), cluster)
+        width, seconds_of = _reduction(plan.having(zero=_zero_by(zero, choice)), cluster)
         return seconds_of(elements * width, group, cluster)
 
     return min(REDUCTIONS, key=seconds)
@@ -655,6 +664,8 @@ def _touched(plan: ParallelPlan) -> int:
 def _matrices(step: _Step) -> float:
     """Time Muon's matrices: products of the owner that has most, and what travels meanwhile, whichever takes longer."""
     plan, cluster = step.plan, step.cluster
+    if not OPTIMIZERS[plan.optimizer].orthogonal:
+        return 0.0
     speed = step.pace.kernels.rates_of(cluster.gpu).matrix * step.pace.speed_on(cluster.gpu.name) * cluster.gpu.flops
     degrees, shard, experts = plan.degrees, step.groups.shard, step.groups.experts
     groups = {degrees.group(EXPERT_SHARD): experts, degrees.group("shard"): shard, "tp": step.groups.tp}

@@ -85,20 +85,17 @@ def _play(steps: Sequence[Sequence[_Turn]], forward: Sequence[float], backward: 
     active = list(range(len(steps)))
     while active:
         for rank in active:
-            own, now = steps[rank], clock[rank]
-            for at in range(position[rank], len(own)):
-                row, i, before = own[at]
+            own, now, at = steps[rank], clock[rank], position[rank]
+            for row, i, before in own[at:]:
                 ready = ends[before][i]
-                if ready > 0:
-                    now = max(now, ready + hop)
-                elif ready < 0:
-                    position[rank] = at
+                if ready < 0:
                     break
+                if ready > 0 and ready + hop > now:
+                    now = ready + hop
                 now += seconds[row]
                 ends[row][i] = now
-            else:
-                position[rank] = len(own)
-            clock[rank] = now
+                at += 1
+            position[rank], clock[rank] = at, now
         active = [rank for rank in active if position[rank] < len(steps[rank])]
     return max(clock)
 

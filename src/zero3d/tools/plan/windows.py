@@ -123,6 +123,7 @@ class _Chunk:
         self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.deferred))
         self.turns = [[alike.setdefault(_sizes(u), u) for u in units if not u.deferred] for units in order]
         self._known: dict[tuple[int, bool], GradientBytes] = {}
+        self._wires: dict[int, float] = {}
         self.early = [unit for units in self.turns for unit in units if unit.trainable]
         self.passed = [0, *accumulate(sum(unit.trainable for unit in units) for units in self.turns)]
 
@@ -179,6 +180,12 @@ class _Chunk:
             self._known[key] = gradient_bytes(unit.plan(self.plan), unit.layout, reduced)
         return self._known[key]
 
+    def _wire(self, unit: RankUnit) -> float:
+        """Return the bytes of a unit's reduction under way; of those of as many bytes once."""
+        if id(unit) not in self._wires:
+            self._wires[id(unit)] = _wire_bytes(unit, self.plan)
+        return self._wires[id(unit)]
+
     def _near(self, at: int) -> tuple[int, ...]:
         """Return what the buffers of a turn depend on: its place where that counts, and the units around it."""
         units = [unit for turn in self.turns[at : at + 1 + AHEAD] for unit in turn]
@@ -216,7 +223,7 @@ class _Chunk:
             filled = (*(() if summed else moving), *turns[at], *filling)
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
             bucket += _incoming(self.early[: self.passed[at]], plan) + _near(summing, plan)
-        wire = messages + sum(_wire_bytes(unit, plan) for unit in moving)
+        wire = messages + sum([self._wire(unit) for unit in moving])
         return Windows(gathered, bucket, wire + _sums_in_backward(summing, plan))
 
     def _end(self) -> Windows:
@@ -230,7 +237,7 @@ class _Chunk:
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled)
         summing = _behind(reduced)
         bucket += _incoming(reduced, plan) + _near(summing, plan)
-        wire = sum(_wire_bytes(unit, plan) for unit in moving)
+        wire = sum([self._wire(unit) for unit in moving])
         return Windows(0.0, bucket, wire + _sums_in_backward(summing, plan))
 
 
