@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 from pictures import record, save_data, save_model
@@ -11,8 +12,11 @@ from zero3d.errors import ConfigError
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan_options import patches_of
 from zero3d.tools.cli.planned_images import images_of
-from zero3d.tools.plan.images import FileImages, Speed, as_json, cores, lines, percentile
-from zero3d.tools.plan.spec import Estimate, Memory, ModelSpec, ParallelPlan, Patches, Seconds
+from zero3d.tools.plan.estimate import evaluate
+from zero3d.tools.plan.hardware import cluster
+from zero3d.tools.plan.images import FileImages, Speed, as_json, cores, lines, percentile, with_mean_patches
+from zero3d.tools.plan.shapes import gpt
+from zero3d.tools.plan.spec import Estimate, Memory, ModelSpec, Operations, ParallelPlan, Part, Patches, Seconds
 from zero3d.tools.sim.sampled_records import sampled
 
 MODEL = ModelSpec("m", (), 100, 8, 8, 1, 1, patches=64)
@@ -96,20 +100,37 @@ def test_99_of_100_have_at_most_as_many(values, place):
 
 def test_cores_prepare_as_many_images_as_a_gpu_takes():
     file = FileImages(Patches(64), 32.0, 64, 1.5, 100, 80, Speed(8, 0.4))
-    assert cores(STEP, PLAN, file) == pytest.approx(1.5 * 16 / 2 * 0.05 / 2.0)
+    assert cores(STEP, PLAN, file) == pytest.approx(0.8 * 1.5 * 16 / 2 * 0.05 / 2.0)
     told, prepared = lines(MODEL, STEP, PLAN, file, asked=False)
     assert told == (
         "Images: 64 patches of a sequence are planned, which 99% of those with images do not exceed (mean 32.0 patches, "
-        "largest 64; of 100 records of the data, of which 80% have images)."
+        "largest 64; of 100 records of the data, of which 80% have images). A step is priced by the mean of all records."
     )
     assert prepared == (
-        "The vision tower takes 25% of a step; 0.3 cores a GPU prepare its images, 20.0 images/s a core (measured here on "
+        "The vision tower takes 25% of a step; 0.2 cores a GPU prepare its images, 20.0 images/s a core (measured here on "
         "8 files)."
     )
     assert as_json(MODEL, STEP, PLAN, file) == {
         "patches": 64, "tower_share": 0.25, "mean": 32.0, "largest": 64, "records": 100, "shown": 80,
-        "images_per_second_and_core": pytest.approx(20), "cores_per_gpu": pytest.approx(0.3),
+        "images_per_second_and_core": pytest.approx(20), "cores_per_gpu": pytest.approx(0.24),
     }  # fmt: skip
+
+
+def test_a_step_takes_the_mean_of_patches_and_memory_those_that_are_planned():
+    """Of 64 patches 32 on the mean, which 80 % of records have: 0.4 of a tower's seconds."""
+    file = FileImages(Patches(64), 32.0, 64, 1.5, 100, 80, None)
+    text = gpt(2, 64, 4, 100, 1024)
+    tower = Part("tower", (), Operations(8e6, 4e6, 2.0, back=0.5))
+    model = replace(text, parts=(text.parts[0], tower, *text.parts[1:]), patches=64)
+    plan, place = ParallelPlan(), cluster("a100-80", 1)
+    planned, found = (priced(model, place, plan) for priced in (evaluate, with_mean_patches(evaluate, file)))
+    assert found.memory == planned.memory
+    assert found.tokens == planned.tokens
+    parts, most = found.seconds.parts, planned.seconds.parts
+    assert parts.pop("tower") == pytest.approx(0.4 * most.pop("tower"))
+    assert parts == most
+    whole = evaluate(text, place, plan).flops
+    assert found.flops - whole == pytest.approx(0.4 * (planned.flops - whole))
 
 
 def test_what_was_not_measured_is_said():

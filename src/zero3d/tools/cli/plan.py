@@ -44,7 +44,7 @@ from zero3d.tools.cli.plan_options import (
 )
 from zero3d.tools.cli.plan_theory import parse_params
 from zero3d.tools.cli.planned_file import RunFile
-from zero3d.tools.cli.planned_images import images_of
+from zero3d.tools.cli.planned_images import evaluated_by, images_of
 from zero3d.tools.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.tools.page import plan_json, plan_text
 from zero3d.tools.plan import images
@@ -54,7 +54,6 @@ from zero3d.tools.plan.estimate import BOUNDS, evaluate
 from zero3d.tools.plan.goodput import goodput
 from zero3d.tools.plan.images import FileImages
 from zero3d.tools.plan.ladder import ladder
-from zero3d.tools.plan.lengths import with_lengths
 from zero3d.tools.plan.links import Way, crosses, ways
 from zero3d.tools.plan.margin import MARGIN, ends
 from zero3d.tools.plan.network import CPU
@@ -222,10 +221,9 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     if linear is not None and (adapted or quantize):
         raise ConfigError(f"--linear {linear} is for models of which all is trained: leave out --lora and --quantize.")
     target = target._replace(linear=linear, compile=compiles(arguments, model, file))
-    priced = cache(
-        evaluate if lengths is None else with_lengths(evaluate, lengths)
-    )  # knobs and rungs are in part what the search has tried
-    bounds = BOUNDS if lengths is None else BOUNDS._replace(later=priced)
+    by_data = evaluated_by(lengths, None if arguments.patches else pictures)
+    priced = cache(by_data)  # knobs and rungs are in part what the search has tried
+    bounds = BOUNDS if by_data is evaluate else BOUNDS._replace(later=priced)
     packed = partial(open_model, arguments, path, file, cluster.gpu.name != CPU, pictures=pictures)
     result = _searched(model, cluster, target, priced, bounds, packed if path else None)
     if not result.whole:

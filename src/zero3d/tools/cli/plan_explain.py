@@ -30,14 +30,14 @@ from zero3d.tools.cli.plan_options import (
     room_of,
 )
 from zero3d.tools.cli.planned_file import lengths_of
-from zero3d.tools.cli.planned_images import images_of
+from zero3d.tools.cli.planned_images import evaluated_by, images_of
 from zero3d.tools.cli.preflight import check_tp
 from zero3d.tools.cli.train import config_source
 from zero3d.tools.page import explain_text, plan_json, plan_text
 from zero3d.tools.plan import images
 from zero3d.tools.plan.emit import plan_of
 from zero3d.tools.plan.estimate import evaluate
-from zero3d.tools.plan.lengths import Lengths, with_lengths
+from zero3d.tools.plan.lengths import Lengths
 from zero3d.tools.plan.margin import Ends, Margin, Range, ends, usable
 from zero3d.tools.plan.memory import instants
 from zero3d.tools.plan.network import CPU
@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             raise
     cluster = resized(cluster, plan.world)
     lengths, unknown = lengths_of(config)
-    priced = cache(evaluate if lengths is None else with_lengths(evaluate, lengths))
+    priced = cache(evaluated_by(lengths, None if arguments.patches else pictures))
     target = Target(plan.micro_batch * plan.accumulate * plan.rows, room_of(arguments, cluster), margin=margin)
     row = _first_that_fits(_with_places(plan, config), model, cluster, target, priced)
     if plan.zero.weights == AUTO:

@@ -1,16 +1,19 @@
 """Images of sequences that are planned: how many patches, where that is known from, and what they take. No torch.
 
 --patches N            N of each sequence
-the data of a run      of a sample of its sequences the 99th percentile (tools/sim/file_images.py)
+the data of a run      of a sample of its sequences the 99th percentile (tools/sim/file_images.py); seconds by the mean
 nothing                one image of 1024 x 1024 pixels, or of the size that a model takes
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.tools.plan.spec import Estimate, ModelSpec, ParallelPlan, Patches
+from zero3d.tools.plan.lengths import times_as_much
+from zero3d.tools.plan.spec import ClusterSpec, Estimate, Evaluate, ModelSpec, ParallelPlan, Patches
 
 PLANNED = 0.99  # of sequences have at most as many patches as are planned
 
@@ -40,6 +43,36 @@ class FileImages(NamedTuple):
     shown: int
     speed: Speed | None
 
+    @property
+    def illustrated(self) -> float:
+        """Return the share of the sample that has images."""
+        return self.shown / self.records
+
+    @property
+    def usual(self) -> float:
+        """Return the mean patches of all sequences, those without images among them, as a share of the planned ones."""
+        return min(1.0, self.mean * self.illustrated / self.patches.number)
+
+
+def with_mean_patches(evaluate: Evaluate, file: FileImages) -> Evaluate:
+    """Return what prices a plan's step by the mean patches of sequences, and its memory by those that are planned."""
+
+    def real(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> Estimate:
+        whole, mean = evaluate(model, cluster, plan), evaluate(_with_patches(model, file.usual), cluster, plan)
+        return Estimate(whole.memory, mean.seconds, mean.traffic, whole.tokens, mean.flops, whole.notes)
+
+    return real
+
+
+@lru_cache(maxsize=64)
+def _with_patches(model: ModelSpec, share: float) -> ModelSpec:
+    """Return a model whose tower works on a share of the patches."""
+    parts = (
+        replace(part, operations=times_as_much(part.operations, share)) if part.kind == "tower" else part
+        for part in model.parts
+    )
+    return replace(model, parts=tuple(parts), patches=max(1, round(share * model.patches)))
+
 
 def percentile(values: list[int], share: float = PLANNED) -> int:
     """Return the place of the smallest value that so many of them do not exceed. values: sorted, one at least."""
@@ -55,7 +88,7 @@ def cores(estimate: Estimate, plan: ParallelPlan, file: FileImages) -> float | N
     """Return how many cores prepare the images of a GPU as fast as it takes them; None where that was not measured."""
     if file.speed is None:
         return None
-    images = file.images * plan.rows * plan.accumulate * plan.micro_batch / plan.world
+    images = file.illustrated * file.images * plan.rows * plan.accumulate * plan.micro_batch / plan.world
     return images * file.speed.seconds / file.speed.files / estimate.seconds.mid
 
 
@@ -77,7 +110,7 @@ def lines(
         yield (
             f"Images: {model.patches:,} patches of a sequence are planned, which {PLANNED:.0%} of those with images "
             f"do not exceed (mean {file.mean:,.1f} {unit}, largest {file.largest:,}; of {file.records:,} records of "
-            f"the data, of which {file.shown / file.records:.0%} have images)."
+            f"the data, of which {file.illustrated:.0%} have images). A step is priced by the mean of all records."
         )
     elif asked:
         yield f"Images: {model.patches:,} patches of each sequence, by --patches."

@@ -84,7 +84,7 @@ def at_length(model: ModelSpec, length: int) -> ModelSpec:
 
 def _part(part: Part, times: float) -> Part:
     if part.kind == "tower":
-        return replace(part, operations=_of_a_sequence(part.operations, 1 / times))
+        return replace(part, operations=times_as_much(part.operations, 1 / times))
     dispatched = None if part.dispatched is None else _attending(part.dispatched, times)
     return replace(part, operations=_attending(part.operations, times), dispatched=dispatched)
 
@@ -105,7 +105,8 @@ def _attending(operations: Operations, times: float) -> Operations:
     )
 
 
-def _of_a_sequence(operations: Operations, times: float) -> Operations:
+def times_as_much(operations: Operations, times: float) -> Operations:
+    """Return the operations of a part that does so many times as much for each token."""
     more = {name: times * getattr(operations, name) for name in BY_TOKEN}
     forward, backward = operations.passed
     return replace(operations, passed=(times * forward, times * backward), **more)
