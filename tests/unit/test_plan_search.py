@@ -546,7 +546,7 @@ GRIDS = {  # the last: what may leave the device, and what is recomputed, in tur
 }
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "long")) for name in GRIDS])
 def test_a_search_finds_what_pricing_every_plan_of_its_table_does(name):
     model, place, sequences, offload, rounds = GRIDS[name]
     place = replace(place, communicator=0.0)  # of models so small they would take more than all else
@@ -617,12 +617,12 @@ def test_linear_layers_in_fp8_are_priced_by_their_products_scales_and_copies():
 
 def test_blocks_are_compiled_where_that_is_faster_unless_a_caller_says():
     """Which changes no plan's memory, so that as many fit."""
+    two, target = cluster("h100", 2), Target(2, 80e9, margin=0.0)
     counts = {"launches": (10.0, 20.0), "passed": (2e6, 2e6)}
     parts = (replace(part, operations=replace(part.operations, **counts)) for part in WIDE.parts)
     counted = replace(WIDE, name="counted", parts=tuple(parts))
     either, never, always = (
-        search(counted, H100, Target(16, 80e9, margin=0.0, compile=said), evaluate, BOUNDS)
-        for said in (None, False, True)
+        search(counted, two, target._replace(compile=said), evaluate, BOUNDS) for said in (None, False, True)
     )
     assert {row.plan.compile for row in either.rows} == {row.plan.compile for row in always.rows} == {True}
     assert [row.estimate for row in either.rows] == [row.estimate for row in always.rows]
@@ -631,7 +631,7 @@ def test_blocks_are_compiled_where_that_is_faster_unless_a_caller_says():
     assert (either.tried, len(either.rows)) == (never.tried, len(never.rows))
     assert "compiled" in settings(either.rows[0].plan)
     assert any("without train.compile=true: fused kernels" in note for note in either.rows[0].estimate.notes)
-    assert {row.plan.compile for row in search(WIDE, H100, Target(16, 80e9, compile=None), evaluate).rows} == {False}
+    assert {row.plan.compile for row in search(WIDE, two, target._replace(compile=None), evaluate).rows} == {False}
 
 
 def test_layers_whose_sizes_16_does_not_divide_and_the_head_stay_in_16_bits():

@@ -34,7 +34,7 @@ from zero3d.tools.vision.tiny import tiny_model
 LENGTH = 48
 TYPES = json.loads((Path(zero3d.tools.vision.__file__).parent / "types.json").read_text())["types"]
 SIXTEEN = Patches(16)
-OFTEN = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
+OFTEN = ("llava", "qwen3_vl")
 FAMILIES = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in sorted(vision.EVERY)]
 CARD = cluster("a6000", 8, 1)
 SLOW = replace(CARD, gpu=replace(CARD.gpu, flops=1e9, bandwidth=1e9))  # kernels take longer than their launches
