@@ -201,3 +201,12 @@ def test_help_and_theory_import_no_torch(words):
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "zero3d.tools.cli" in imported
     assert not {"torch", "numpy", "rich", "transformers"} & imported
+
+
+@pytest.mark.parametrize(
+    "words", [["--compile"], ["--no-compile"], ["--gpu", "h100"], ["--lora", "r=8"], ["--top", "3"]]
+)
+def test_options_of_plans_are_refused(capsys, words):
+    assert main(["plan", "--theory", "--params", "7e9", *words]) == 2
+    name = words[0].replace("--no-", "--")
+    assert f"{name} is for plans, and --theory is formulas alone: leave it out." in capsys.readouterr().err

@@ -84,6 +84,11 @@ SHAPE = {
     "heads": "attention heads",
     "tp": f"tensor-parallel ranks (default: {plan_theory.TP}, or the most below that divide --heads)",
 }
+OF_PLANS = (  # options that --theory has no use for
+    *("gpu", "nodes", "cluster", "patches", "tokens_per_batch", "tokens", "price", "watts", "lora", "quantize"),
+    *("linear", "compile", "goal", "offload", "optimizer", "assert_fits", "margin", "rl", "top"),
+    *("emit", "emit_deepspeed"),
+)
 MOST = 4096  # tokens of a sequence, where nothing is said
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
@@ -161,6 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--theory takes --params or --layers, and no MODEL (and got {short(' '.join(words))}).")
         seq = None if arguments.seq is None else str(tokens_of(arguments.seq))
         names = "params", "gpus", *SHAPE
+        _refuse_beside_theory(arguments)
         plan_theory.show({name: getattr(arguments, name) for name in names} | {"seq": seq}, arguments.json)
         return 0
     if said := [f"--{name}" for name in SHAPE if getattr(arguments, name) is not None]:
@@ -189,6 +195,13 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def _refuse_beside_theory(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that formulas do not heed."""
+    for name in OF_PLANS:
+        if getattr(arguments, name) != arguments.parser.get_default(name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for plans, and --theory is formulas alone: leave it out.")
 
 
 def _search(arguments: argparse.Namespace, path: str | None) -> int:

@@ -205,7 +205,8 @@ def _lines(simulation: Simulation, room: Room | None) -> Iterator[str]:
     if room is not None:
         yield f"   {room}"
     yield from ("", "3. What a rank sends in a step, and receives")
-    yield from columns([*_traffic(simulation)], "<<<>>>")
+    traffic = [*_traffic(simulation)]
+    yield from columns(traffic, "<<<>>>") if len(traffic) > 1 else ["   nothing"]
     yield from ("", "4. Multiplications and additions in matrix products and attention, per rank and step")
     yield from columns([*_flops(simulation)], "<>>>>")
     if (chart := gantt(simulation)) is not None:
