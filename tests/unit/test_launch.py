@@ -260,6 +260,7 @@ def test_a_planned_file_is_launched_as_planned_and_says_so(folder, capsys):
         text = launch(capsys, "torchrun", "run.yaml", *words)
         assert "--nproc-per-node=8" in text
         assert said not in text
+    assert "# 1 x 8 GPUs = 8 ranks, and the file was planned for 4\n" in text
 
 
 @pytest.mark.parametrize(
@@ -272,6 +273,7 @@ def test_a_planned_file_is_launched_as_planned_and_says_so(folder, capsys):
         (["slurm", "."], ". is a folder"),
         (["slurm", "run.yaml", "zero.stage"], "'zero.stage' is not KEY=VALUE"),
         (["slurm", "run.yaml", "zero.stag=2"], "Did you mean zero.stage?"),
+        (["slurm", "run.yaml", "plan.gpus=9", "plan.nodes=2"], "plan.gpus=9 on plan.nodes=2: pass plan.gpus as a multiple"),
         (["slurm", "run.yaml", "output=null"], "output=FOLDER"),
         (["slurm", "run.yaml", "mesh.dp=3", "--gpus-per-node", "8"], "1 x 8 = 8 processes: 8 ranks cannot form"),
         (["slurm", "run.yaml", "mesh.tp=3", "--nodes", "2"], "2 x 8 = 16 processes: 16 ranks cannot form"),

@@ -14,6 +14,7 @@ from zero3d.tools.cli import plan as verb
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan import TOKENS, TUNED, is_tuned, sequences_of, tuning_batch
 from zero3d.tools.page import plan_text
+from zero3d.tools.page.explain_text import instant_lines
 from zero3d.tools.page.plan_text import (
     WIDTH,
     Answer,
@@ -211,6 +212,20 @@ def test_single_changes_that_are_faster_and_fit_are_told_with_their_seconds():
     assert f"{found[0].change} ({plan_text.figure(found[0].estimate.seconds.mid)} s a step," in said
     assert all(("rounds numbers" in faster_line([knob])) is knob.rounds for knob in knobs)
     assert faster_line([]) == "Faster with the memory left: no single change"
+    anew = {knob.change for knob in knobs if "anew for each shape of a batch" in faster_line([knob])}
+    assert anew == {"train.compile: true"}
+
+
+def test_instants_are_named_by_their_block_alone():
+    whole = "model.language_model.layers.17"
+    named = [("backward of the embedding", "backward of the embedding"), ("logits and loss", "logits and loss")]
+    named += [
+        (f"backward of {whole}/frozen-bf16 after its recomputation", "backward of layers.17 after its recomputation")
+    ]
+    lines = [line.strip() for line in instant_lines([(name, {"parameters": 1e9}) for name, _ in named])]
+    assert [line.rpartition("  ")[0].strip().rpartition("  ")[0].strip() for line in lines[2:]] == [
+        said for _, said in named
+    ]
 
 
 def test_explain_says_what_is_faster(tmp_path, capsys):

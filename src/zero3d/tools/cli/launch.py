@@ -97,11 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{others[0]} is of a batch script: type zero3d launch {SLURM}, or leave it out.")
     filled = load_filled(config, overrides)
     asked = filled.config.mesh, arguments.nodes, arguments.gpus_per_node
-    planned = planned_sizes(*asked, remembered_of(filled.config.plan, overrides))
+    remembered = remembered_of(filled.config.plan, overrides)
+    planned = planned_sizes(*asked, remembered)
     job = Job(config, tuple(overrides), *(planned or sizes(*asked)))
     check(job, filled.config)
     unchecked = check_submission(filled.config, given_keys(config, overrides))
-    comments = [*filled.lines, *([] if planned is None else [told(*planned)])]
+    comments = [*filled.lines, *told(job, planned is not None, remembered.gpus)]
     comments += [f"not checked: {what}" for what in unchecked]
     job = replace(job, comments=tuple(comments), resources=resources)
     text = TARGETS[target](job)
@@ -137,8 +138,12 @@ def sizes(mesh: Mesh, nodes: int | None, gpus: int | None, planned: int | None =
 def planned_sizes(mesh: Mesh, nodes: int | None, gpus: int | None, planned: Plan) -> tuple[int, int] | None:
     """Return nodes and GPUs of each that a file was planned for; None where it does not say, or mesh or options do.
 
-    A node is a machine: as many as the file says, else as its cards come.
+    A node is a machine: as many as the file says, else as its cards come. Raises ConfigError for no whole ones.
     """
+    if planned.gpus is not None and planned.gpus % (planned.nodes or 1):
+        raise ConfigError(
+            f"plan.gpus={planned.gpus} on plan.nodes={planned.nodes}: pass plan.gpus as a multiple of plan.nodes."
+        )
     if planned.gpus is None or (nodes is not None and gpus is not None):
         return None
     if mesh.dp is not None and least_ranks(degrees_of(mesh)) != planned.gpus:
@@ -153,9 +158,12 @@ def planned_sizes(mesh: Mesh, nodes: int | None, gpus: int | None, planned: Plan
     return found if found[0] * found[1] == planned.gpus else None
 
 
-def told(nodes: int, gpus: int) -> str:
-    """Say who decides nodes and GPUs, where no option does."""
-    return f"{nodes} x {gpus} GPUs, as the section plan of the file says: --nodes and --gpus-per-node say others"
+def told(job: Job, as_planned: bool, gpus: int | None) -> list[str]:
+    """Say that a plan decides nodes and GPUs, or that it was for others. gpus: that it was for."""
+    sizes, ranks = f"{job.nodes} x {job.gpus} GPUs", job.nodes * job.gpus
+    if as_planned:
+        return [f"{sizes}, as the section plan of the file says: --nodes and --gpus-per-node say others"]
+    return [] if gpus in (None, ranks) else [f"{sizes} = {ranks} ranks, and the file was planned for {gpus}"]
 
 
 def check(job: Job, config: Config) -> None:

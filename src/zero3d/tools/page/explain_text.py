@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero3d.spec.text import GIB, columns, size
@@ -50,6 +51,9 @@ HELD = {  # what is alive at an instant, by what it is for
 }
 
 
+PLACE = re.compile(r"(?:\w+\.)*(\w+\.\d+)(?:/\S+)?")  # of a block: model.layers.17/frozen-bf16
+
+
 def shown_instants(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterator[tuple[str, Mapping[str, float]]]:
     """Yield instants; of the blocks between the first and the last whose backward it is, only one that is the peak."""
     of_blocks = [
@@ -68,7 +72,7 @@ def instant_lines(instants: Sequence[tuple[str, Mapping[str, float]]]) -> Iterat
     most = [max(column) for column in zip(*(held for _, held in shown), strict=True)]
     kept = [i for i, nbytes in enumerate(most) if i == 0 or nbytes > LEAST * most[0]]
     head = ["all", *HELD]
-    rows = [(name, *(f"{held[i] / GIB:.3g}" for i in kept)) for name, held in shown]
+    rows = [(PLACE.sub(r"\1", name), *(f"{held[i] / GIB:.3g}" for i in kept)) for name, held in shown]
     yield "Alive at each instant of a step, in GiB:"
     yield from columns([("", *(head[i] for i in kept)), *rows], "<" + ">" * len(kept))
 

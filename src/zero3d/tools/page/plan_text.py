@@ -43,6 +43,7 @@ from zero3d.tools.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSp
 from zero3d.tools.plan.what_if import Moved, WhatIf, faster
 
 KNOBS = 5  # what-if lines
+COMPILED = ", anew for each shape of a batch"
 NARROW = 3  # plans shown that lack margin, where others have it
 WIDTH = 120  # columns
 TUNED = ("lora", "qlora")  # kinds of runs of which people ask what a card shows, not what is live
@@ -467,7 +468,7 @@ def faster_line(found: Sequence[WhatIf]) -> str:
     """Say which single changes are faster with the memory left."""
     words = (
         f"{knob.change} ({figure(knob.estimate.seconds.mid)} s a step, {gib(knob.estimate.memory.device)} GiB"
-        f"{', rounds numbers' if knob.rounds else ''})"
+        f"{', rounds numbers' if knob.rounds else ''}{COMPILED if knob.change == 'train.compile: true' else ''})"
         for knob in found[:KNOBS]
     )
     return f"Faster with the memory left: {'; '.join(words) or 'no single change'}"
