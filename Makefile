@@ -108,6 +108,7 @@ versions:
 
 tables: $(VENV)/.installed
 	$(BIN)/python benchmarks/tables.py --write
+	$(BIN)/python docs/site/reference.py --write
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/site docs .build/docs

@@ -1,4 +1,4 @@
-"""The site of `make docs`: Sphinx with MyST reads docs/, and docs/site/docstrings.py prepares the API page.
+"""The site of `make docs`: Sphinx with MyST reads docs/, whose API page docs/site/reference.py writes.
 
 The READMEs are the site's first pages, in front of what docs/index.md and docs/index.zh.md say. A link that leads out
 of docs/ becomes the path it leads to: the site may lie where the repository does not.
@@ -26,14 +26,11 @@ PERCENT = re.compile(r"(?<=\d) %(?=.*\|$)", re.M)  # in a table: it stays with i
 
 project, author, version = "zero3d", "zero3d developers", zero3d.__version__
 release = version
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["site"]
 myst_heading_anchors = 3
 highlight_language = "none"
 smartquotes = False
-autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
-python_maximum_signature_line_length = 90
 html_theme = "furo"
 html_title = f"zero3d {version}"
 html_static_path = ["static"]
@@ -75,11 +72,6 @@ def check(app: Sphinx) -> None:
         raise ExtensionError(f"public names without a docstring: {', '.join(missing)}")
 
 
-def write(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """A docstring as reStructuredText."""
-    lines[:] = docstrings.as_rst(lines)
-
-
 def name_language(app: Sphinx, page: str, template: str, context: dict[str, object], doctree: object) -> None:
     """What a page says its language is."""
     if page.endswith(".zh"):
@@ -90,5 +82,4 @@ def setup(app: Sphinx) -> None:
     """Connect the above."""
     app.connect("builder-inited", check)
     app.connect("source-read", read)
-    app.connect("autodoc-process-docstring", write)
     app.connect("html-page-context", name_language)

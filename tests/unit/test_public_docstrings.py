@@ -11,8 +11,12 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
+REFERENCE = re.compile(r"^<!-- reference (\S+) -->$", re.M)
 sys.path.append(str(ROOT / "docs" / "site"))
 import docstrings  # noqa: E402
+import reference  # noqa: E402
+
+import zero3d  # noqa: E402
 
 
 def test_every_public_name_has_a_docstring():
@@ -26,7 +30,9 @@ def test_the_api_page_shows_every_public_name():
     classes = {name for name in names if name[0].isupper()}
     functions = {"from_config", "evaluate", "recompute", "compile_blocks", "prepare_blocks"}
     assert classes | functions <= names
-    assert [name for name in classes | functions if f".{name}\n" not in page] == []
+    shown = {name.rpartition(".")[2] for name in REFERENCE.findall(page)}
+    shown |= set(re.findall(r"^\| `(\w+)` \| ", page, re.M))  # errors
+    assert (classes | functions) - shown == set()
 
 
 def test_a_name_without_a_docstring_is_found(monkeypatch):
@@ -44,24 +50,53 @@ def test_a_name_without_a_docstring_is_found(monkeypatch):
     assert docstrings.undocumented() == ["planted.bare", "planted.Made", "planted.Said.bare", "planted.Said.value"]
 
 
-def test_a_docstring_becomes_definitions_blocks_and_text():
+def test_the_reference_is_what_signatures_and_docstrings_say():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert reference.written(page) == page, "type: python docs/site/reference.py --write"
+
+
+def test_a_docstring_becomes_tables_blocks_and_text():
     lines = [
-        "Do `it` * twice_.",
+        "Do `it`.",
         "",
         "one    a number",
-        "       below ten",
+        "       below | ten",
         "two    another",
         "",
         "    a drawing",
         "",
+        "    of two",
+        "",
         "End.",
     ]
-    assert docstrings.as_rst(lines) == [
-        "Do ``it`` \\* twice\\_.", "",
-        "", "``one``", "    a number", "    below ten", "``two``", "    another", "",
-        "", "::", "", "        a drawing", "",
-        "", "End.", "",
-    ]  # fmt: skip
+    table = ["| | |", "|---|---|", "| `one` | a number below \\| ten |", "| `two` | another |"]
+    drawing = ["```text", "a drawing", "", "of two", "```"]
+    assert reference.as_markdown(lines) == ["Do `it`.", "", *table, "", *drawing, "", "End."]
+    known = {"one": "1", "two": ""}
+    table = ["| argument | default | |", "|---|---|---|", "| `one` | `1` | a number |", "| `two` |  | another |"]
+    assert reference.as_markdown(["one    a number", "two    another"], known) == table
+
+
+def test_a_signature_has_annotations_and_defaults():
+    def short(self, x: int, *rest, y="a", **more) -> "list[int]": ...
+
+    assert reference.signature("thing.short", short, True, False) == [
+        "thing.short(x: int, *rest, y='a', **more) -> list[int]"
+    ]
+
+    def long(
+        first: "list[dict[str, list[float]]] | None", *, second: "float | None" = None, third_of_them: str = "auto"
+    ): ...
+
+    lines = ["long(", "    first: list[dict[str, list[float]]] | None,", "    *,", "    second: float | None = None,"]
+    assert reference.signature("long", long, False, False) == [*lines, "    third_of_them: str = 'auto',", ")"]
+
+
+def test_members_of_an_engine_are_in_the_order_of_their_use():
+    found = reference.members(zero3d.Engine)
+    assert found[:4] == ["train_batch", "backward", "backward_sum", "step"]
+    named = {name.rpartition(".")[2] for name, _ in docstrings.public() if name.startswith("zero3d.Engine.")}
+    assert named <= set(found) == set(reference.USE["Engine"])
 
 
 def looked_up(name):
@@ -77,7 +112,7 @@ SHOWN = ["zero3d.errors.StreamError", "zero3d.plan.ModelSpec", "zero3d.checkpoin
 
 def documented():
     page = (ROOT / "docs" / "api.md").read_text()
-    names = re.findall(r"^\.\. auto(?:class|function):: (zero3d\.\S+)", page, re.M)
+    names = [name for name in REFERENCE.findall(page) if name != "zero3d.errors"]
     return [name for name in ["zero3d.models.open.open_model", *names] if name not in SHOWN]
 
 
