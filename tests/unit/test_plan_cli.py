@@ -129,6 +129,21 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
     assert why in refused(plan, "explain", config, *words)
 
 
+def test_a_plan_needs_no_weights(plan, config, tmp_path):
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({**shape, "intermediate_size": 64}))
+    code, out, _ = plan("explain", config, f"model.path={tmp_path / 'bare'}", "--gpu", "a6000")
+    assert code == 0
+    assert "Memory of the fullest GPU" in out
+
+
 @pytest.mark.parametrize(("words", "why"), [
     (["--seq", "64"], "--seq is an option of a search: type data.length=TOKENS"),
     (["--tokens-per-batch", "1024"], "type train.batch=SEQUENCES"),

@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     remembered = remembered_of(config.plan, overrides)
     cluster = open_cluster(arguments, remembered)
     if not is_called(config.model):
-        check_model_path(config.model)
+        check_model_path(replace(config.model, init="random"))  # a plan needs no weights
         check_tp(config)
     said = arguments.gpus or arguments.nodes or arguments.cluster or remembered.gpus
     plan = plan_of(config, cluster.gpus if said else None)
