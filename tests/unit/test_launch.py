@@ -261,6 +261,7 @@ def test_a_planned_file_is_launched_as_planned_and_says_so(folder, capsys):
         assert "--nproc-per-node=8" in text
         assert said not in text
     assert "# 1 x 8 GPUs = 8 ranks, and the file was planned for 4\n" in text
+    assert "as the section plan" not in launch(capsys, "torchrun", "run.yaml", "--gpus-per-node", "2")  # which is typed
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from zero3d.config import Lora, load
 from zero3d.config.sections import Plan
 from zero3d.errors import ConfigError
+from zero3d.tools.cli import plan as plan_verb
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan_options import open_cluster, tokens_of
 from zero3d.tools.page.explain_text import shown_instants
@@ -17,6 +18,7 @@ from zero3d.tools.plan.emit import ADAPTERS, HELD_OUT, NEW, USUAL, WEIGHTS, plan
 from zero3d.tools.plan.goodput import Goodput
 from zero3d.tools.plan.hardware import CATALOGUE, cluster
 from zero3d.tools.plan.margin import Range
+from zero3d.tools.plan.shapes import gpt
 from zero3d.tools.sim import model_spec
 
 DEMO = ["demo", "--gpus", "2", "--gpu", "cpu", "--seq", "128", "--tokens-per-batch", "1024"]
@@ -303,6 +305,7 @@ def test_a_plan_with_adapters_is_written_as_a_file_that_trains_them(plan, tmp_pa
         assert 0 < row["memory"]["device"] < 0.95 * 48 * 2**30
         assert row["memory"]["host"] > 0
     assert load(file).lora == Lora(rank=8, targets=("all-linear",), dropout=0.05)
+    assert "# model.path has random weights, which adapters learn little on: name a folder" in file.read_text()
 
 
 def test_a_plan_on_a_base_of_four_bits_needs_less_and_is_written_as_a_file(plan, tmp_path):
@@ -399,6 +402,14 @@ def test_a_preset_is_written_as_a_whole_file_that_remembers_its_cluster(plan, tm
     assert (alone["gpu"], alone["gpus"]) == ("a6000", 1)  # a mesh that is typed is for its own GPUs
     again = json.loads(plan(file, "--json")[1])
     assert (again["gpu"], again["gpus"], again["cost"]["training"]["tokens"]) == ("a6000", 2, 977 * 1024)
+
+
+@pytest.mark.parametrize(("vocabulary", "asked"), [(256, False), (50257, True)])
+def test_a_file_for_a_vocabulary_beyond_bytes_asks_for_data_and_tokenizer(vocabulary, asked):
+    """Also where a preset leaves its vocabulary to transformers' default, as gpt2 does."""
+    model = gpt(2, 64, 4, vocabulary, 64)
+    assert plan_verb._asks_for_data(model) is asked
+    assert plan_verb._tokenizer("nowhere", model) == ("FILL-ME" if asked else "bytes")
 
 
 @pytest.mark.parametrize(("trained", "lr"), [(NEW, 3e-4), (WEIGHTS, 2e-5), (ADAPTERS, 2e-4)])

@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = Job(config, tuple(overrides), *(planned or sizes(*asked)))
     check(job, filled.config)
     unchecked = check_submission(filled.config, given_keys(config, overrides))
-    comments = [*filled.lines, *told(job, planned is not None, remembered.gpus)]
+    as_planned = planned is not None and arguments.nodes is None and arguments.gpus_per_node is None
+    comments = [*filled.lines, *told(job, as_planned, remembered.gpus)]
     comments += [f"not checked: {what}" for what in unchecked]
     job = replace(job, comments=tuple(comments), resources=resources)
     text = TARGETS[target](job)

@@ -25,7 +25,6 @@ from zero3d.config.sections import Plan as PlannedFor
 from zero3d.data.files import FILL_ME
 from zero3d.data.tokenizers import BYTES, OF_BYTES
 from zero3d.errors import ConfigError, short
-from zero3d.models.places import text_config
 from zero3d.spec.formats import FORMATS
 from zero3d.spec.optimizer import ADAMW, NAMES
 from zero3d.tools.cli import plan_theory
@@ -408,9 +407,9 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         if path is None:
             raise ConfigError("--emit writes a file for `zero3d train`, which needs a MODEL, not --params.")
         known = file.config.model.path if file else path
-        tree = train_config(answer.model, best.plan, known, None if file else _tokenizer(path))
+        tree = train_config(answer.model, best.plan, known, None if file else _tokenizer(path, answer.model))
         tree["plan"] = planned_for(answer.cluster, arguments.cluster)
-        asks = not file and _asks_for_data(path)
+        asks = not file and _asks_for_data(answer.model)
         if asks:
             tree["data"] = {"train": FILL_ME} | tree["data"]
         adapters = _adapters(arguments.lora)
@@ -420,7 +419,8 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
             save = goodput(answer.model, answer.cluster)
             trained = ADAPTERS if adapters else WEIGHTS if has_weights(path) else NEW
             tree = whole_run(tree | adapters, trained, best.estimate, save, answer.tokens)
-        texts[arguments.emit] = plan_text.head(answer, asks) + yaml.safe_dump(tree, sort_keys=False)
+        bare = bool(adapters) and not file and not has_weights(path)
+        texts[arguments.emit] = plan_text.head(answer, asks, bare) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next(
             (row for row in (best, *rows) if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel),
@@ -462,14 +462,13 @@ def has_weights(path: str) -> bool:
     return folder.is_dir() and any(any(folder.glob(f"*{ending}")) for ending in (".safetensors", ".bin"))
 
 
-def _tokenizer(path: str) -> str | None:
+def _tokenizer(path: str, model: ModelSpec) -> str | None:
     """Return the tokenizer to write down for a model that comes without one: bytes, where its vocabulary is theirs."""
     if Path(path).is_dir() and any(Path(path).glob("tokenizer*")):
         return None
-    return FILL_ME if _asks_for_data(path) else BYTES
+    return FILL_ME if _asks_for_data(model) else BYTES
 
 
-def _asks_for_data(path: str) -> bool:
+def _asks_for_data(model: ModelSpec) -> bool:
     """Return whether a model's vocabulary is more than bytes, so that the default text teaches it nothing."""
-    vocabulary = text_config(Model(path=path)).get("vocab_size")
-    return isinstance(vocabulary, int) and vocabulary > OF_BYTES
+    return model.vocab > OF_BYTES

@@ -43,6 +43,7 @@ from zero3d.tools.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSp
 from zero3d.tools.plan.what_if import Moved, WhatIf, faster
 
 KNOBS = 5  # what-if lines
+BARE = "# model.path has random weights, which adapters learn little on: name a folder with weights\n"
 COMPILED = ", anew for each shape of a batch"
 NARROW = 3  # plans shown that lack margin, where others have it
 WIDTH = 120  # columns
@@ -606,8 +607,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def head(answer: Answer, asks: bool) -> str:
-    """Write the comment at the top of an emitted file. asks: its data are to be filled in."""
+def head(answer: Answer, asks: bool, bare: bool = False) -> str:
+    """Write the comment at the top of an emitted file.
+
+    asks  its data are to be filled in; bare: it has adapters, and its model no weights
+    """
     plan, estimate = answer.best.plan, answer.best.estimate
     nodes = f" --nodes {answer.cluster.hosts}" if answer.cluster.hosts > 1 else ""
     return (
@@ -622,6 +626,7 @@ def head(answer: Answer, asks: bool) -> str:
             if asks
             else "# data.train is the text of Python's standard library until you say data.train: FILES\n"
         )
+        + (BARE if bare else "")
     )
 
 
