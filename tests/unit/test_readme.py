@@ -76,7 +76,7 @@ def test_the_release_of_every_peer_is_named_below_the_table_with_the_month_it_wa
     assert set(peers) - {"FSDP2", "Megatron-LM", "NeMoAutoModel"} <= named.keys()
     assert {"PyTorch", "Megatron-Core", "Bridge", "AutoModel"} <= named.keys()
     assert named == dict(RELEASE.findall(comparison(ENGLISH)[2]))
-    assert re.search(r"November 2026|2026 年 11 月", below)
+    assert re.search(r"December 2026|2026 年 12 月", below)
 
 
 def test_no_peer_was_read_in_an_older_release_than_the_tests_install():

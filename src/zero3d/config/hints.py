@@ -13,6 +13,7 @@ LONGEST = 64  # characters of a word that may be a mistyped one
 LIKE_CHOICE = 0.5  # lower among few choices: float16 is fp16 (0.55)
 FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Face and others -> what to write here
     {
+        "activation_checkpointing": "activations: full",
         "attn_implementation": "model.attn",
         "bf16": "precision: bf16",
         "block_size": "data.length",
@@ -79,7 +80,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "train_batch_size": "train.batch",
         "train_micro_batch_size_per_gpu": "train.micro_batch",
         "use_dora": "lora.dora",
-        "use_liger_kernel": "train.tiled_loss",
+        "use_liger_kernel": "train.tiled_loss, which is its loss alone; train.compile fuses norms, RoPE and SwiGLU",
         "use_rslora": "lora.rslora",
         "warmup_ratio": "schedule.warmup, which below 1 is a fraction",
         "warmup_steps": "schedule.warmup",
