@@ -1,4 +1,4 @@
-"""Each cell about a peer in README's comparison is the cell of docs/peers.yaml, where what was read for it stands."""
+"""Each cell about a peer in docs/peers.md is the cell of docs/peers.yaml, where what was read for it stands."""
 
 import datetime
 import re
@@ -8,7 +8,7 @@ import yaml
 from test_readme import RELEASE, comparison
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "README.md"  # the page with the table
+PAGE = ROOT / "docs" / "peers.md"  # the page with the table
 EVIDENCE = ROOT / "docs" / "peers.yaml"
 READ = yaml.safe_load(EVIDENCE.read_text())
 FILE = re.compile(
@@ -40,7 +40,7 @@ def test_every_cell_has_evidence_in_a_release_that_is_named_below_the_table_or_b
                 for line in what["read"]:
                     file = FILE.match(line)
                     assert file or LINK.match(line), f"no file of a release with a line, and no link: {line}"
-                    assert not file or named[file[1]] == file[2], f"README names another release: {line}"
+                    assert not file or named[file[1]] == file[2], f"the page names another release: {line}"
 
 
 def test_evidence_has_the_month_that_the_page_gives():

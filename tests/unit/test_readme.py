@@ -23,7 +23,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 LEVEL = re.compile(r"^(#+) ", re.M)
 RELEASE = re.compile(r"([\w-]+) (\d+\.\d+\.\d+)")
-PROMISES = re.compile(r"\[[^\]]*\]\(((?:tests|docs)/[^)#]+)")
+PROMISES = re.compile(r"\[[^\]]*\]\(([^)#]+)")
+PEERS = [ROOT / "docs" / f"peers{language}.md" for language in ("", ".zh")]
 
 
 @pytest.mark.parametrize("path", READMES, ids=["English", "Chinese"])
@@ -43,7 +44,7 @@ def test_a_page_in_chinese_has_the_code_tables_and_chapters_of_its_english_twin(
 
 
 def comparison(path):
-    """The peers that a README's table compares with, our cell of each row, and what is said below the table."""
+    """The peers that a page's table compares with, our cell of each row, and what is said below the table."""
     table, _, below = path.read_text().partition("\n| | zero3d |")[2].partition("\n\n")
     header, _, *rows = table.splitlines()
     return (
@@ -54,34 +55,34 @@ def comparison(path):
 
 
 def test_what_is_claimed_beside_other_systems_names_what_keeps_it_and_what_is_lacking_is_bold():
-    _, cells, _ = comparison(ENGLISH)
+    _, cells, _ = comparison(PEERS[0])
     assert len(cells) == 13
     kept = [PROMISES.findall(cell) for cell in cells]
-    assert all((ROOT / path).is_file() for paths in kept for path in paths)
+    assert all((ROOT / "docs" / path).is_file() for paths in kept for path in paths)
     assert [cell for cell, paths in zip(cells, kept, strict=True) if not paths] == [" **one card, in checks** "]
 
 
 def test_both_tables_compare_the_same_peers_in_the_same_rows_with_the_same_proofs():
-    (peers, cells, _), (theirs, their_cells, _) = map(comparison, READMES)
+    (peers, cells, _), (theirs, their_cells, _) = map(comparison, PEERS)
     assert peers == theirs
     theirs_in_english = [[proof.replace(".zh", "") for proof in PROMISES.findall(cell)] for cell in their_cells]
     assert [PROMISES.findall(cell) for cell in cells] == theirs_in_english
     assert [("**" in cell) for cell in cells] == [("**" in cell) for cell in their_cells]
 
 
-@pytest.mark.parametrize("path", READMES, ids=["English", "Chinese"])
+@pytest.mark.parametrize("path", PEERS, ids=["English", "Chinese"])
 def test_the_release_of_every_peer_is_named_below_the_table_with_the_month_it_was_read(path):
     peers, _, below = comparison(path)
     named = dict(RELEASE.findall(below))
     assert set(peers) - {"FSDP2", "Megatron-LM", "NeMoAutoModel"} <= named.keys()
     assert {"PyTorch", "Megatron-Core", "Bridge", "AutoModel"} <= named.keys()
-    assert named == dict(RELEASE.findall(comparison(ENGLISH)[2]))
+    assert named == dict(RELEASE.findall(comparison(PEERS[0])[2]))
     assert re.search(r"December 2026|2026 年 12 月", below)
 
 
 def test_no_peer_was_read_in_an_older_release_than_the_tests_install():
     installed = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M))
-    read = {name.lower().replace("py", ""): release for name, release in RELEASE.findall(comparison(ENGLISH)[2])}
+    read = {name.lower().replace("py", ""): release for name, release in RELEASE.findall(comparison(PEERS[0])[2])}
     both = installed.keys() & read.keys()
     assert {"torch", "transformers", "accelerate", "deepspeed"} <= both
     assert [name for name in both if numbers(read[name]) < numbers(installed[name])] == []
