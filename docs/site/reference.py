@@ -22,6 +22,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "api.md"
 MARKED = re.compile(r"(<!-- reference ([\w.]+) -->\n).*?(<!-- end of reference -->)", re.S)
 ROW = re.compile(r"(\S(?:.{0,30}?\S)?) {2,}(\S.*)")
+BLANK = "\n\n"
 WIDE = 100  # columns of a signature in one line
 WITH_DEFAULTS, ALONE = ("| argument | default | |", "|---|---|---|"), ("| | |", "|---|---|")  # heads of tables
 INSTANCES = {"Engine": "engine", "Mesh": "mesh"}  # as examples name them
@@ -47,7 +48,10 @@ def reference(name: str) -> str:
     thing = looked_up(name)
     if inspect.ismodule(thing):
         errors = [each for each in vars(thing).values() if inspect.isclass(each) and issubclass(each, Exception)]
-        rows = (f"| `{each.__name__}` | {cell(' '.join((each.__doc__ or '').split()))} |" for each in errors)
+        rows = (
+            f"| `{each.__name__}` | {cell(' '.join((each.__doc__ or '').partition(BLANK)[0].split()))} |"
+            for each in errors
+        )
         return "\n".join(["| error | raised where |", "|---|---|", *rows])
     lines = [f"### `{name}`", *described(name, thing)]
     if inspect.isclass(thing):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from environments import see_packages, typed
 
+import zero3d
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheels')"
@@ -49,6 +51,7 @@ def test_the_wheel_describes_the_project_and_brings_its_command(wheel):
     [info] = [name for name in wheel.namelist() if name.endswith("dist-info/METADATA")]
     described = message_from_string(wheel.read(info).decode())
     assert (described["Name"], described["License-Expression"]) == ("zero3d", "Apache-2.0")
+    assert described["Version"] == zero3d.__version__
     assert described["Requires-Python"] == ">=3.11"
     assert {"hf", "plot", "data", "docs"} <= set(described.get_all("Provides-Extra"))
     pythons = [line.rsplit(" ", 1)[-1] for line in described.get_all("Classifier") if "Python :: 3." in line]
