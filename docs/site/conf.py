@@ -30,6 +30,7 @@ extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["site"]
 myst_heading_anchors = 3
 highlight_language = "none"
+suppress_warnings = ["misc.highlighting_failure"]  # Pygments reads what a command prints as one
 smartquotes = False
 html_theme = "furo"
 html_title = f"zero3d {version}"
