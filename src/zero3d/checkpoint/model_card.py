@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,16 +152,10 @@ def _rows(card: Card, licence: Licence | None) -> Iterator[tuple[str, str]]:
     for name, loss in card.losses.items():
         if math.isfinite(loss):
             yield f"{name} loss", f"{loss:.4f}"
-    yield "zero3d", ", ".join(filter(None, (_version(), described_commit())))
+    yield "zero3d", ", ".join(filter(None, (str(sys.modules["zero3d"].__version__), described_commit())))
     for name in ("torch", "library"):
         if about.get(name):
             yield ("model's library" if name == "library" else name), _escaped(str(about[name]))
-
-
-def _version() -> str:
-    from zero3d import __version__
-
-    return __version__
 
 
 def told_place(place: str) -> str:
