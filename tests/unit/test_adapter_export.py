@@ -117,7 +117,11 @@ def test_an_adapters_folder_holds_what_was_trained_and_names_its_base(folders, t
     base = folders("llama")
     engine = engine_on(base)
     folder = engine.export(tmp_path / "adapter", "adapter")
-    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    page, *files = sorted(path.name for path in folder.iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    card = (folder / page).read_text()
+    assert f"| base | `{base.name}` |" in card
+    assert "library_name: peft\n" in card
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["inference_mode"]) == (str(base.resolve()), True)
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:

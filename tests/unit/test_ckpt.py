@@ -381,6 +381,8 @@ def test_the_exported_folder_is_the_engines_bit_for_bit(moe, tmp_path, monkeypat
         "tokenizer.json",
         "tokenizer_config.json",
     } <= written.keys()  # as the run's own export has, beside the weights
+    cards = [files.pop("README.md").decode().splitlines()[:-2] for files in (written, expected)]
+    assert set(cards[1]) < set(cards[0]), "of a run's file it says the data, too"
     if limit > 10**6:
         assert {name: written[name] for name in expected} == expected
         return

@@ -38,7 +38,7 @@ def test_files_have_at_most_the_bytes_they_may_or_one_tensor_and_nothing_else_is
     assert any(sum(each) > limit for each in sizes)
     assert min(len(each) for each in sizes) == 1 < max(len(each) for each in sizes)
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    extra = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+    extra = ["README.md", "config.json", "generation_config.json", "model.safetensors.index.json"]
     assert sorted(path.name for path in folder.iterdir()) == sorted([*names, *extra])
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert engine.module.config.to_dict() == before  # it is the user's

@@ -159,3 +159,29 @@ def test_replicas_are_stage_0_only_where_nothing_is_sharded(title):
     replicated = [theirs for theirs, ours in rows(title) if "zero.stage=0" in ours]
     assert len(replicated) == 1
     assert all(re.search(r"replicate_degree ?= ?8, data_parallel_shard_degree ?= ?1\b", each) for each in replicated)
+
+
+def exchanges():
+    """Cells of the table of checkpoints and configurations: by direction, of torchtitan and Megatron-Bridge."""
+    table = PAGE.partition("## Checkpoints of torchtitan and Megatron-Bridge\n")[2].partition("\n## ")[0]
+    _, _, *lines = [line for line in table.splitlines() if line.startswith("|")]
+    return {direction: cells for direction, *cells in (line.strip("| ").split(" | ") for line in lines)}
+
+
+RUN = {  # direction: the test that runs it with the first of the two; nothing else is said to be run
+    "its checkpoint to zero3d": ("tests/parity/test_import_dcp.py", "test_training_goes_on_from_what_fsdp_saved"),
+    "its configuration to zero3d": ("tests/unit/test_migration_tables.py",
+                                    "test_what_is_said_of_torchtitans_configs_is_an_argument_there"),
+}  # fmt: skip
+
+
+def test_checkpoints_and_configurations_go_where_a_test_runs_it_and_nowhere_else():
+    found = exchanges()
+    assert len(found) == 4
+    for direction, cells in found.items():
+        file, test = RUN.get(direction, ("", ""))
+        assert cells[1] == "no"
+        assert (cells[0] == "no") == (direction not in RUN)
+        if file:
+            assert f"(../{file})" in cells[0]
+            assert f"def {test}(" in (Path(__file__).parents[2] / file).read_text()

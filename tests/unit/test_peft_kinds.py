@@ -128,7 +128,7 @@ def check_kind(base, folder, kind, stage, options):
     engine, expected = trained(base, kind, stage, **options)
     again = loaded(base, engine.export(folder / "adapter"))
     assert sorted(path.name for path in (folder / "adapter").iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors"
+        "README.md", "adapter_config.json", "adapter_model.safetensors"
     ]  # fmt: skip
     found = logits(again, kind)
     assert found.equal(expected)

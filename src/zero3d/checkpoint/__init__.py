@@ -25,6 +25,9 @@ resume_contract   whether a run that goes on has the bits of one that was never 
 fingerprint       one hash of all states, however ranks share them out
 published         the weights as whole tensors by their published names, unit by unit
 export            the weights as a folder that `from_pretrained` loads
+model_card        its page: what the weights were made of and how, for people and for the Hub
+base_licence      the licence of a base model, as its folder says it
+source_commit     the commit that this code is of, where that is written down
 streamed_folder   the same folder, as a receiver of streamed weights
 
 In one process, without an engine:
@@ -36,7 +39,7 @@ difference        two checkpoints against each other
 offline_export    the folder that `export` writes, from a checkpoint's files
 
 No torch: folders, copies, files, fields, frozen_base, manifest, manifest_parser, tiling, integrity, inventory,
-resume_contract.
+resume_contract, model_card, base_licence, source_commit.
 """
 
 from __future__ import annotations

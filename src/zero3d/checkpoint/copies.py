@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero3d.checkpoint.folders import CHECKSUM, INDEX, MANIFEST, WEIGHTS, step_of
+from zero3d.checkpoint.model_card import CARD, is_sealed
 from zero3d.errors import CheckpointError, ConfigError, CopyError, remedy_of, short
 from zero3d.stores.cache import place_of
 from zero3d.stores.store import Store, Stored
@@ -144,8 +145,8 @@ def _last(names: Iterable[str], last: str) -> list[str]:
 def copy_export(folder: Path, url: str) -> None:
     """Write an exported folder below a URL, file by file; what a loader opens first goes at once and comes last.
 
-    An export that is there is replaced: those of its weights that are no files of this one go, too. Raises CopyError,
-    ConfigError as `refuse_checkpoints` does.
+    An export that is there is replaced: those of its weights that are no files of this one go, too. A model card that
+    somebody has written or changed stays. Raises CopyError, ConfigError as `refuse_checkpoints` does.
     """
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     with told(url, "written", folder):
@@ -154,6 +155,8 @@ def copy_export(folder: Path, url: str) -> None:
         _refuse_checkpoints(url, there)
         store.remove(name for name in there if name in FIRST_READ)
         store.remove(name for name in there if WEIGHTS.fullmatch(name) and name not in names)
+        if CARD in there and CARD in names and not is_sealed(store.read(CARD)):
+            names.remove(CARD)
         for name in sorted(names, key=lambda name: (name in FIRST_READ, name)):
             store.upload(folder / name, name)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zero3d.checkpoint.folders import foreign_entry, put_in_place, step_of
 from zero3d.checkpoint.hub_names import on_host
+from zero3d.checkpoint.model_card import CARD, NO_CARD, Card, write_card
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_kept, write_tensors
@@ -49,12 +50,18 @@ class WholeUnits(Protocol):
 
 
 def export(
-    directory: Path, engine: EngineState, whole: WholeUnits, kind: str | None = None, overwrite: bool = False
+    directory: Path,
+    engine: EngineState,
+    whole: WholeUnits,
+    kind: str | None = None,
+    overwrite: bool = False,
+    card: Card = NO_CARD,
 ) -> Path:
     """Write weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
 
     kind       a form of `forms.py`; None means the adapter of a model that has one, and all weights of any other
     overwrite  replace an earlier export, once this one is whole; nothing else is ever replaced
+    card       what the caller knows for the model card, beside the engine's
 
     Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
     holds one file and never the model. The folder appears whole or not at all.
@@ -76,9 +83,15 @@ def export(
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, published))
         beside = partial(published.form.finish, dtype=_dtype(model))
-        finish = partial(finish_export, temporary, directory, beside, engine.degrees.pp, overwrite, kept)
+        known = card_of(engine, card)
+        finish = partial(finish_export, temporary, directory, beside, engine.degrees.pp, overwrite, kept, known)
         on(world.rank == 0, finish)
     return directory
+
+
+def card_of(engine: EngineState, card: Card = NO_CARD) -> Card:
+    """Return a model card with what an engine knows beside its caller."""
+    return card.of_engine(engine.about, engine.step, None if engine.base is None else engine.base.folder)
 
 
 def _add_units(writer: ExportWriter, engine: EngineState, published: Published, whole: WholeUnits) -> None:
@@ -214,15 +227,20 @@ def finish_export(
     stages: int,
     overwrite: bool = False,
     kept: Kept | None = None,
+    card: Card | None = None,
 ) -> None:
     """Name the files of all pipeline stages, write what lies beside them, and put the folder in its place.
 
     kept  is written behind them, as one more stage
+    card  of the model; None writes none
     """
     if kept is not None:
         _write_kept(kept, temporary, stages)
     _join(temporary, stages + (kept is not None))
     if beside is not None:
         beside(temporary)
+    if card is not None:
+        with told(temporary / CARD):
+            write_card(temporary, card)
     _check_place(directory, overwrite)
     put_in_place(temporary, directory)

@@ -5,8 +5,8 @@ step-N          a checkpoint, whole since it was renamed; N without leading zero
 .step-N.old     the one that was there while step N was saved again: the only one, where a process died
                 between the two renames of that
 
-An export is a folder of weights, whose metadata name us as their writer, and of what exports write beside them;
-.NAME.old is the one that was at NAME while it was replaced, as above.
+An export is a folder of weights, whose metadata name us as their writer, and of what exports write beside them, such as
+a model card that nobody has changed since; .NAME.old is the one that was at NAME while it was replaced, as above.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from zero3d.checkpoint.model_card import CARD, is_card
 from zero3d.errors import CheckpointError
 from zero3d.offload.commit_file import sync
 from zero3d.stores.cache import origin
@@ -188,6 +189,8 @@ def _is_exported(entry: Path) -> bool:
         return entry.name == _TEMPLATES and all(each.suffix == ".jinja" for each in entry.iterdir())
     if WEIGHTS.fullmatch(entry.name):
         return _names_us(entry)
+    if entry.name == CARD:
+        return is_card(entry)
     return entry.name == INDEX or _BESIDE.fullmatch(entry.name) is not None
 
 

@@ -26,6 +26,7 @@ from zero3d.checkpoint.frozen_base import FolderSource, check_base
 from zero3d.checkpoint.hub_names import Exported
 from zero3d.checkpoint.integrity import verify
 from zero3d.checkpoint.manifest import BUFFER, FROZEN
+from zero3d.checkpoint.model_card import NO_CARD, Card
 from zero3d.checkpoint.published import refuse_nan, refuse_nonfinite
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.distributed.degrees import Place
@@ -46,6 +47,7 @@ def export_stored(
     kind: str | None = None,
     base: FolderSource | None = None,
     kept: Kept | None = None,
+    card: Card = NO_CARD,
 ) -> Path:
     """Write weights in compute dtype, and the config of a Hugging Face model; return the folder.
 
@@ -54,6 +56,7 @@ def export_stored(
     kind   as `export.export` has it
     base   has the frozen weights that the checkpoint left out
     kept   tensors of the model's folder that a full export carries on
+    card   what the caller knows for the model card, beside the checkpoint's
 
     The checkpoint is verified first, every byte of it. Host memory holds a file and a block, never the model. The
     folder appears whole or not at all. Raises CheckpointError, OutOfBudget, NonFiniteError.
@@ -83,7 +86,8 @@ def export_stored(
         writer.finish()
         dtypes = (getattr(torch, stored.parameters[name].dtype) for name in order)
         dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
-        finish_export(temporary, directory, partial(form.finish, dtype=dtype), 1, kept=form.kept)
+        card = card.of_engine(stored.manifest.value("about") or {}, stored.manifest.step, folder)
+        finish_export(temporary, directory, partial(form.finish, dtype=dtype), 1, kept=form.kept, card=card)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -114,6 +114,14 @@ def changes(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
     return found + _of_options(saved, live)
 
 
+def unusual(about: Mapping[str, Any]) -> list[Change]:
+    """Return the settings of a run that change bits and are not as usual, but degrees and what only hashes tell."""
+    degrees = {fold.name for fold in FOLDS}
+    told = (name for name in USUAL if name in about and name not in degrees and not ROWS[name].words)
+    found = (Change(name, USUAL[name], about[name], ROWS[name].why) for name in told)
+    return [each for each in found if as_noted(each.now) != each.was]
+
+
 def _replaced(given: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
     """Return the options and the schedule of an engine that those of a checkpoint have replaced."""
     schedule = [Change(SCHEDULER, given[SCHEDULER], live[SCHEDULER])]

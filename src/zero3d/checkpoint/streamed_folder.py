@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zero3d.checkpoint.export import ExportWriter, export_places, finish_export, prepare_export
 from zero3d.checkpoint.forms import Form
+from zero3d.checkpoint.model_card import Card
 from zero3d.errors import StreamError
 from zero3d.weights.buckets import Assembler, Bucket
 
@@ -27,6 +28,7 @@ class FolderSender:
     """Writes one stream into a new or empty folder, which `from_pretrained` loads; on rank 0 alone.
 
     form     writes what lies beside the weights, such as the model's config; the engine that streams says which it is
+    card     of the model, as that engine knows it
     current  0: a folder is complete, so that no stream leaves out what an earlier one has sent
     """
 
@@ -35,6 +37,7 @@ class FolderSender:
     def __init__(self, path: str | Path) -> None:
         self.path, self._temporary = export_places(Path(path))
         self.form: Form | None = None
+        self.card: Card | None = None
         self.waiting: Callable[[str], AbstractContextManager[object]] = lambda whom: nullcontext()
 
     def memory(self, nbytes: int) -> Sequence[Tensor]:
@@ -65,7 +68,8 @@ class FolderSender:
             raise StreamError(f"{self._assembler.count} tensors have come to {self.path}, and {tensors} were sent.")
         self._writer.finish()
         beside = None if self.form is None else partial(self.form.finish, dtype=self._dtype or torch.float32)
-        finish_export(self._temporary, self.path, beside, 1, kept=None if self.form is None else self.form.kept)
+        kept = None if self.form is None else self.form.kept
+        finish_export(self._temporary, self.path, beside, 1, kept=kept, card=self.card)
 
     def fail(self, why: str) -> None:
         """Remove what was written."""

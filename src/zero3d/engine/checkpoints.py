@@ -24,6 +24,7 @@ from zero3d.checkpoint.copies import copy_export, refuse_checkpoints
 from zero3d.checkpoint.export import export
 from zero3d.checkpoint.fingerprint import fingerprint
 from zero3d.checkpoint.manifest import Manifest
+from zero3d.checkpoint.model_card import NO_CARD, Card
 from zero3d.checkpoint.resume_contract import Change, changes, resume_guarantee
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.checkpoint.state import EngineState
@@ -137,9 +138,17 @@ class Checkpoints:
             return fingerprint(self._state())
 
     def export(
-        self, directory: str | Path, kind: str | None = None, to: str | None = None, overwrite: bool = False
+        self,
+        directory: str | Path,
+        kind: str | None = None,
+        to: str | None = None,
+        overwrite: bool = False,
+        card: Card = NO_CARD,
     ) -> Path:
-        """Write the weights as a Hugging Face folder, as `Engine.export` says."""
+        """Write the weights as a Hugging Face folder, as `Engine.export` says.
+
+        card  what the caller knows for the model card, beside the engine's
+        """
         _check_places("export", directory, to)
         self._parts.registry.check()
         self._parts.optimizer.flush()
@@ -147,7 +156,7 @@ class Checkpoints:
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
             if to is not None:
                 agree(world.patient, partial(refuse_checkpoints, to) if world.rank == 0 else lambda: None)
-            folder = export(Path(directory), self._state(), self._parts.whole_parameters, kind, overwrite)
+            folder = export(Path(directory), self._state(), self._parts.whole_parameters, kind, overwrite, card)
             if to is not None:
                 agree(world.patient, partial(copy_export, folder, to) if world.rank == 0 else lambda: None)
         return folder

@@ -675,6 +675,7 @@ class Engine:
                    an export that is there
         overwrite  replace an export that is at `directory`, once this one is whole; any other folder is refused
 
+        README.md beside them is a model card; one that somebody has changed is in the way, as other files are.
         Raises CheckpointError, ConfigError (of URLs), NonFiniteError.
         """
         with self.clocks.of(SAVES):

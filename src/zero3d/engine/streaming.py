@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint.adapter_folder import AdapterForm, streamed_name
+from zero3d.checkpoint.export import card_of
 from zero3d.checkpoint.forms import ADAPTER, BASE, MERGED, WHOLE, Form
 from zero3d.checkpoint.hub_names import has_adapters
+from zero3d.checkpoint.model_card import Card
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.streamed_folder import FolderSender
@@ -108,10 +110,11 @@ class WeightStreams:
 
     memory  the entry of buckets while a stream holds them
     _last   the receivers' last weights, as far as this rank packed them; `_packers`: for the stream under way
-    _form   of weights in the stream under way
+    _form   of weights in the stream under way; _card: of their model
     """
 
     _form: Form | None = None
+    _card: Card | None = None
 
     def __init__(self, parts: Parts, unsharded: Unsharded) -> None:
         self._parts, self._unsharded = parts, unsharded
@@ -183,7 +186,7 @@ class WeightStreams:
                 tensors += sum(part.checksum != "" for part in bucket.parts)
                 nbytes += sum(part.tensor.nbytes for part in bucket.parts)
             if isinstance(sender, FolderSender):
-                sender.form = self._form
+                sender.form, sender.card = self._form, self._card
             agree(self._world, lambda: None if sender is None else _finish(sender, buckets, tensors, nbytes))
         except BaseException as error:
             if sender is not None:
@@ -229,7 +232,8 @@ class WeightStreams:
         ):
             state, place = engine_state(self._parts), self._mesh.place
             published = agree(self._world, lambda: Published(state, kind))
-            self._form, packs = published.form, (place.tp, place.dp) == (0, 0)
+            self._form, self._card = published.form, card_of(state)
+            packs = (place.tp, place.dp) == (0, 0)
             memories = agree(self._world, lambda: memory(nbytes)[: 1 if place.pp else 2] if packs else [])
             self._held = self._peak = sum(each.numel() for each in memories)
             self._packers = [Packer(memories, known)] if packs else []

@@ -32,6 +32,7 @@ device_memory      memory of a device, allocated and reserved
 traffic            bytes sent beside the formulas
 planner            the interface of a planner, and a planner that plans nothing
 weights            weights kept or cast in gathers, as its plan says
+run_card           what a run's file and records say for the model card of its export
 exported_folder    the exported folder: written, put in place, loaded again
 sample             a text that the trained model goes on with
 curve              averages of losses, and losses as text

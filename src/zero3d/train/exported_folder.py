@@ -15,6 +15,7 @@ from torch import nn
 
 from zero3d.checkpoint.adapter_folder import TRAINED
 from zero3d.checkpoint.forms import ADAPTER
+from zero3d.checkpoint.model_card import Card
 from zero3d.checkpoint.writing import told, write_kept
 from zero3d.config import Config, resolve_batch
 from zero3d.config.sections import WHOLE
@@ -46,14 +47,17 @@ def model_tokenizer(folder: Path | None) -> Tokenizer | None:
         return None
 
 
-def export_model(engine: Engine, place: ExportPlace, tokenizer: Tokenizer | None, base: Path | None) -> str | None:
+def export_model(
+    engine: Engine, place: ExportPlace, tokenizer: Tokenizer | None, base: Path | None, card: Card
+) -> str | None:
     """Write an export beside the one of an earlier session, then in its place; return a note of what it lacks.
 
     base  the model's folder, whose processor is copied
+    card  what the run knows for the model card
     """
     first, everyone = engine.world.rank == 0, engine.world.patient
     agree(everyone, lambda: shutil.rmtree(place.fresh, ignore_errors=True) if first else None)
-    engine.export(place.fresh, place.kind)
+    engine.checkpoints.export(place.fresh, place.kind, card=card)
 
     def complete() -> str | None:
         note = save_tokenizer(tokenizer, place.fresh)

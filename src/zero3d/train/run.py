@@ -52,6 +52,7 @@ from zero3d.train.profiler import merged
 from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
 from zero3d.train.resume_settings import batches_of, describe, settings_of, with_groups, with_saved
+from zero3d.train.run_card import run_card
 from zero3d.train.sample import sample
 from zero3d.train.session_report import SessionReport
 from zero3d.train.setup.build import build_engine, with_output
@@ -254,10 +255,12 @@ def _finish(
     expert_load = engine.expert_load.over_dp()
     base = inputs.opened.folder
     exports = _places(config, inputs, folder)
+    last = history[-1] if history else {}
+    card = run_card(config, base, loop.state.tokens, last, averages=config.train.ema is not None)
     with nullcontext() if engine.averages is None else engine.averaged():
         for place in exports:
             with inputs.mesh.heartbeat.phase("export"):
-                if note := export_model(engine, place, tokenizer or model_tokenizer(base), base):
+                if note := export_model(engine, place, tokenizer or model_tokenizer(base), base, card):
                     progress.say(note)
                 if config.checkpoint.to is not None:
                     copied = f"{config.checkpoint.to.rstrip('/')}/{place.name}"

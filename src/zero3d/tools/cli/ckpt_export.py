@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero3d.checkpoint.forms import ADAPTER
+from zero3d.checkpoint.forms import ADAPTER, BASE
 from zero3d.checkpoint.frozen_base import FolderSource
+from zero3d.checkpoint.model_card import NO_CARD, Card
 from zero3d.checkpoint.offline_export import export_stored
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.config import Config, load
@@ -27,10 +28,11 @@ from zero3d.tools.cli.preflight import check_transformers
 from zero3d.tools.cli.worker import quiet_environment
 from zero3d.train.exported_folder import copy_processor, save_tokenizer
 from zero3d.train.folder import KEPT
+from zero3d.train.run_card import record_of, run_card
 from zero3d.train.setup.text_part import part_of
 
 NONE = "none"
-CONFIG = "config.yaml"
+CONFIG, METRICS, YAML = "config.yaml", "metrics.jsonl", (".yaml", ".yml")
 WHAT = "--config PATH (the model's config.json or folder, a preset, or a run's config.yaml)"
 ALONE = f"--config {NONE} for the weights alone, under the model's own names"
 
@@ -66,7 +68,9 @@ def export(step: Path, folder: Path, asked: Asked = NOTHING) -> dict[str, Any]:
     opened = None if config is None else _open(config, stored, asked.config)
     model, base = (None, None) if opened is None else (opened.module, opened.weights)
     kept, lacks = (None, None) if config is None else _kept(config, step, model)
-    written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None, kept)
+    frozen = base if isinstance(base, FolderSource) else None
+    card = _card(config, opened, step, stored, asked)
+    written = export_stored(stored, folder, model, asked.kind, frozen, kept, card)
     if opened is not None:
         copy_processor(opened.folder, written, opened.module)
     note = "no config and no tokenizer were asked for" if config is None else _save_tokenizer(config, opened, written)
@@ -86,7 +90,7 @@ def export(step: Path, folder: Path, asked: Asked = NOTHING) -> dict[str, Any]:
 def find_config(step: Path, typed: str | None) -> Config:
     """Return the configuration that names the model: the one typed, or that of the run's folder. Raises ConfigError."""
     if typed is not None:
-        if typed.endswith((".yaml", ".yml")):
+        if typed.endswith(YAML):
             return load(Path(typed))
         config = load({})
         return replace(config, model=replace(config.model, path=os.path.expanduser(typed)))
@@ -97,6 +101,18 @@ def find_config(step: Path, typed: str | None) -> Config:
             f"{WHAT}, or {ALONE}."
         )
     return load(file)
+
+
+def _card(config: Config | None, opened: Opened | None, step: Path, stored: StoredStates, asked: Asked) -> Card:
+    """Return what a run's file and its records say for the model card; nothing where a model alone was typed."""
+    if config is None or not (asked.config is None or asked.config.endswith(YAML)):
+        return NO_CARD
+    loop = stored.manifest.value("loop") or {}
+    run = loop if "position" in loop else {}  # else a loop of somebody's own
+    record = record_of(step.resolve().parent.parent / METRICS, run["step"]) if "step" in run else {}
+    folder = None if opened is None else opened.folder
+    card = run_card(config, folder, run.get("tokens"), record, asked.averages)
+    return card._replace(losses={}) if asked.kind == BASE else card
 
 
 def _open(config: Config, stored: StoredStates, typed: str | None) -> Opened:
