@@ -212,7 +212,7 @@ def test_an_engine_compiles_blocks_says_so_and_gives_them_back_plain():
 
     engine, other = engine_of(model, compile={"backend": backend}), engine_of(build("net"))
     assert other.notes == ()
-    assert engine.notes[0].startswith("compiled: 3 x Block, one graph a kind; a batch of another shape compiles again")
+    assert engine.notes[0].startswith("compiled: 3 x Block; a batch of another shape compiles again")
     for each in (engine, other):
         backward(each)
         each.step()

@@ -219,7 +219,7 @@ class Run(NamedTuple):
         scale = self.width if part.kind in ("block", "tower") else 1.0
         tokens, tp = (self.whole, 1) if part.kind == "tower" else (self.tokens, self.tp)
         instants = operations.instants or (Instant(operations.transient, 0.0),)
-        instants += operations.rerun if self._runs_again(part) else ()
+        instants += operations.rerun if self._runs_again(part) and _is_frozen_mostly(part) else ()
         tiled = part.kind == "head" and self.tiled
         if tiled:
             gradients = max(at.gradients for at in instants)
@@ -233,6 +233,13 @@ class Run(NamedTuple):
             else:
                 own = max(own, nbytes)
         return loss, own + (_copies(part, self.tokens) if self.linear else 0.0)
+
+
+@lru_cache(maxsize=1024)
+def _is_frozen_mostly(part: Part) -> bool:
+    """Return whether a part's backward has few gradients of weights: else they are more than its second forward has."""
+    weights = [weight for unit in part.units for weight in unit.weights]
+    return 2 * sum(weight.numel for weight in weights if weight.trainable) < sum(weight.numel for weight in weights)
 
 
 @lru_cache(maxsize=1024)
