@@ -66,8 +66,9 @@ def test_another_shell_is_refused_with_those_that_are_there(capsys):
 def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
-    version = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"zero3d {version}\n")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "zero3d.__version__"}
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"zero3d {zero3d.__version__}\n")
 
 
 def test_help_shows_every_public_name_and_an_example():

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from zero3d.tools.cli import plan, progress
+from zero3d.tools.cli import plan, planned_images, progress
 from zero3d.tools.cli.main import main
 from zero3d.tools.cli.plan import search_text
 from zero3d.tools.cli.progress import STOPPED, ProgressLine
@@ -70,7 +70,8 @@ def test_each_plan_is_priced_once_and_tokens_of_a_training_price_none(monkeypatc
         counts[-1][model.length, each] += 1  # longer ones tell what would no longer fit
         return evaluate(model, place, each)
 
-    monkeypatch.setattr(plan, "evaluate", counted)
+    for module in (plan, planned_images):
+        monkeypatch.setattr(module, "evaluate", counted)
     command = ["plan", "--params", "1e8", "--gpus", "2", "--seq", "256", "--tokens-per-batch", "1024", "--json"]
     for words in ([], ["--tokens", "1e12", "--price", "2"]):
         counts.append(Counter())
