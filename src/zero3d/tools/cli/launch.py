@@ -160,7 +160,7 @@ def planned_sizes(mesh: Mesh, nodes: int | None, gpus: int | None, planned: Plan
 
 
 def told(job: Job, as_planned: bool, gpus: int | None) -> list[str]:
-    """Say that a plan decides nodes and GPUs, or that it was for others. gpus: that it was for."""
+    """Say that a plan decides nodes and GPUs, or that it was made for other ones. gpus: those it was made for."""
     sizes, ranks = f"{job.nodes} x {job.gpus} GPUs", job.nodes * job.gpus
     if as_planned:
         return [f"{sizes}, as the section plan of the file says: --nodes and --gpus-per-node say others"]
